@@ -18,7 +18,7 @@ from moeos.records import dtype_of
 from moeos.slicing import Slicing
 from moeos.tracing import TASK_KINDS
 
-STAGES = ("route", "dispatch", "replicate", "gemm0", "gemm1", "combine")
+STAGES = ("route", "dispatch", "replicate", "product0", "product1", "combine")
 """The kinds of tasks, in the order in which a row meets them."""
 
 TALLY = dtype_of("Tally")
@@ -38,7 +38,7 @@ class CallStats:
             for a rank, one for each token (docs/architecture.md); 0 if the call did not end well.
         pairs_received: [P] pairs that came from each rank.
         expert_pairs: pairs that each expert of this rank computed.
-        tasks: parts run, by kind: route, dispatch, replicate, gemm0, gemm1, combine.
+        tasks: parts run, by kind: route, dispatch, replicate, product0, product1, combine.
         row_bytes_to_peers: bytes of rows written into other ranks' memory, both directions of the
             layer; one that lies twice in a cell (docs/memory.md, "Cells as rings") counts once.
         row_bytes_by_peer: [P] the same by rank; 0 for this one.

@@ -32,7 +32,7 @@ ENVIRONMENT = "MOEOS_FAULTS"
 """Names the file of the plan where a program gives none."""
 
 Kind = Literal["delay", "stall", "kill"]
-Stage = Literal["start", "route", "combine", "gemm1", "gemm0", "dispatch", "replicate"]
+Stage = Literal["start", "route", "combine", "product1", "product0", "dispatch", "replicate"]
 Distribution = Literal["constant", "uniform", "lognormal", "samples"]
 
 MOST_SECONDS = 86_400.0
@@ -107,7 +107,7 @@ class Fault(_Entry):
         rank: whose.
         call: of each layer, counted from 1 since it was made. Forgotten when the layer is reset.
         stage: what the rank is about to begin: "start" (the call's first part), or a part of
-            "route", "dispatch", "replicate", "gemm0", "gemm1" or "combine". A rank without
+            "route", "dispatch", "replicate", "product0", "product1" or "combine". A rank without
             such a part in that call is not held; but one without tokens is at "start" and "route",
             before its row counts.
         seconds: of a delay; up to a day.

@@ -186,19 +186,19 @@ class KernelShape:
 
     def _cut_of_calls(self) -> _Cut:
         cfg = self.cfg
-        wide_columns = (_gemm0_columns(cfg), _tile_columns(cfg))
-        narrow_columns = (narrow_gemm0_columns(cfg), _NARROW_COLUMNS)
+        wide_columns = (_product0_columns(cfg), _tile_columns(cfg))
+        narrow_columns = (narrow_product0_columns(cfg), _NARROW_COLUMNS)
         wide, narrow = parts(cfg, *wide_columns), parts(cfg, *narrow_columns)
         cut = {
             "tile_rows": _TILE_ROWS,
             "route_tokens": _ROUTE_TOKENS,
             "route_slices": _route_slices(cfg),
             "kept_bytes": _kept_bytes(cfg),
-            "gemm0_parts": wide[0],
-            "gemm1_parts": wide[1],
+            "product0_parts": wide[0],
+            "product1_parts": wide[1],
             "narrow_rows": _NARROW_ROWS,
-            "gemm0_narrow_parts": narrow[0],
-            "gemm1_narrow_parts": narrow[1],
+            "product0_narrow_parts": narrow[0],
+            "product1_narrow_parts": narrow[1],
             # Rows of any number lie next to those of another source. They take more boxes to load,
             # for which there are too few lanes where weights have small ones.
             "segment_align": 1 if has_whole_parts(cfg) else _runtime.SEGMENT_ALIGN,
@@ -218,9 +218,9 @@ class KernelShape:
         size = cfg.dtype.itemsize
         hidden = cfg.hidden * size
         columns = -(-cfg.intermediate // DEPTH) * DEPTH
-        gemm0_parts, gemm1_parts = parts(cfg, VALUE_COLUMNS, _STAGE_COLUMNS)
+        product0_parts, product1_parts = parts(cfg, VALUE_COLUMNS, _STAGE_COLUMNS)
         sent = _align(2 * hidden + cfg.slots * _CHOICE_BYTES)
-        kept = _align((3 if cfg.gated else 2) * columns * size + 4 * gemm0_parts + 4)
+        kept = _align((3 if cfg.gated else 2) * columns * size + 4 * product0_parts + 4)
         if self.world_size > 1:  # a peer may send again before weights have their gradients
             kept += 2 * hidden
         cut = {
@@ -228,8 +228,8 @@ class KernelShape:
             "route_tokens": _ROUTE_TOKENS,
             "route_slices": _route_slices(cfg),
             "kept_bytes": _kept_bytes(cfg),
-            "gemm0_parts": gemm0_parts,
-            "gemm1_parts": gemm1_parts,
+            "product0_parts": product0_parts,
+            "product1_parts": product1_parts,
             "segment_align": _runtime.SEGMENT_ALIGN,
             "dedup_rows": _dedup_rows(cfg, sent),
             "dedup_after": _dedup_after(cfg, self.world_size),
@@ -277,14 +277,14 @@ def _tile_columns(cfg: MoEConfig) -> int:
     return _STAGE_COLUMNS if cfg.activation_format is None else _STAGE_COLUMNS // 2
 
 
-def _gemm0_columns(cfg: MoEConfig) -> int:
+def _product0_columns(cfg: MoEConfig) -> int:
     """Columns of the first GEMM's result in a part of a wide tile; of a gated one it multiplies as
     many gate and as many up columns.
     """
     return _tile_columns(cfg) // 2 if cfg.gated else _tile_columns(cfg)
 
 
-def narrow_gemm0_columns(cfg: MoEConfig) -> int:
+def narrow_product0_columns(cfg: MoEConfig) -> int:
     """The same of a narrow tile."""
     return _NARROW_COLUMNS // 2 if cfg.gated else _NARROW_COLUMNS
 
@@ -296,12 +296,12 @@ def has_whole_parts(cfg: MoEConfig) -> bool:
     narrowest = cfg.intermediate
     if cfg.shared_experts > 0:
         narrowest = min(narrowest, cfg.shared_intermediate)
-    return cfg.hidden >= _tile_columns(cfg) and narrowest >= _gemm0_columns(cfg)
+    return cfg.hidden >= _tile_columns(cfg) and narrowest >= _product0_columns(cfg)
 
 
 def weight_box_rows(cfg: MoEConfig) -> int:
     """Rows of a box of weights: kWeightBoxRows of kernels/sm90/arguments.cuh."""
-    return min(_WEIGHT_BOX_ROWS, _gemm0_columns(cfg)) if has_whole_parts(cfg) else ORDERED_ROWS
+    return min(_WEIGHT_BOX_ROWS, _product0_columns(cfg)) if has_whole_parts(cfg) else ORDERED_ROWS
 
 
 def _dedup_rows(cfg: MoEConfig, row_bytes: int) -> int:
@@ -316,7 +316,7 @@ def _dedup_after(cfg: MoEConfig, world_size: int) -> int:
     processors of a GPU begin, since these would wait for copies. Not of this rank's processors: a
     peer may have more or fewer, and must know of the same chunks.
     """
-    tiles = HOPPER_BLOCKS / -(-cfg.intermediate // _gemm0_columns(cfg))
+    tiles = HOPPER_BLOCKS / -(-cfg.intermediate // _product0_columns(cfg))
     return math.ceil(tiles * _TILE_ROWS / (world_size * CHUNK_ROWS))
 
 

@@ -181,9 +181,9 @@ def _require_countable(cfg: MoEConfig) -> None:
             )
 
 
-def parts(cfg: MoEConfig, gemm0_columns: int, gemm1_columns: int) -> tuple[int, int]:
+def parts(cfg: MoEConfig, product0_columns: int, product1_columns: int) -> tuple[int, int]:
     """N-tiles of the two GEMMs' results, by the columns of one."""
-    return -(-cfg.intermediate // gemm0_columns), -(-cfg.hidden // gemm1_columns)
+    return -(-cfg.intermediate // product0_columns), -(-cfg.hidden // product1_columns)
 
 
 def shared_cut(cfg: MoEConfig, wide: int, narrow: int | None = None) -> dict[str, int]:

@@ -166,7 +166,7 @@ void check_fits(const Geometry& geometry) {
   limit(u64{kReturnsSubscribersMax} * geometry.max_tokens, ReadyWord::kTasks,
         "the number of places for tokens that are complete");
   const u32 shared_parts = maximum(geometry.shared0_parts, geometry.shared0_narrow_parts) +
-                           maximum(geometry.gemm1_parts, geometry.gemm1_narrow_parts);
+                           maximum(geometry.product1_parts, geometry.product1_narrow_parts);
   constexpr u32 kPartsMax = ReadyWord::kParts - 1;
   limit(geometry.route_blocks(), kPartsMax, "the number of blocks of tokens to route",
         "max_tokens");

@@ -274,17 +274,19 @@ class ArrivalsSubscriber {
   static constexpr u32 kWave = minimum(Geometry::kWave, P::kLanes);
 
   /// Hands out all parts of all tiles from `begin` on, behind a fence of each lane: waves of first
-  /// GEMMs, and between them, some waves later, their second ones. So a part waits for none behind
-  /// it, and not long for those before it; and results go over the links all the time. But where
-  /// second parts are longer than first ones, and so links have little to do, all of them go last:
-  /// the end of a call is then all processors' (docs/log/0066-first-gemms-first.md).
+  /// products, and between them, some waves later, their second ones. So a part waits for none
+  /// behind it, and not long for those before it; and results go over the links all the time. But
+  /// where second parts are longer than first ones, and so links have little to do, all of them go
+  /// last: the end of a call is then all processors' (docs/log/0066-first-gemms-first.md).
   void hand_out_waves(u32 begin) const {
     const Geometry& geometry = rank_.geometry();
     const u32 end = plan_.tiles();
     const bool last = geometry.second_parts_are_longer();
-    // Two first parts for each processor are then between a tile's first GEMM and its second one.
-    const u32 lag = last ? align_up(end - begin, kWave)
-                         : align_up(ceil_div(2 * geometry.processors, geometry.gemm0_parts), kWave);
+    // Two first parts for each processor are then between a tile's first product and its second
+    // one.
+    const u32 lag =
+        last ? align_up(end - begin, kWave)
+             : align_up(ceil_div(2 * geometry.processors, geometry.product0_parts), kWave);
     const bool swapped = MOEOS_PLANTED(second_gemms_come_first);
     for (u32 first = begin; first < end + lag; first += kWave) {
       hand_out_wave(product_kind(swapped ? 1 : 0), first);
@@ -294,7 +296,7 @@ class ArrivalsSubscriber {
     }
   }
 
-  /// Hands out one GEMM's parts of a wave; those of tiles of a large expert by turns, as the
+  /// Hands out one product's parts of a wave; those of tiles of a large expert by turns, as the
   /// scheduler does (scheduler.hpp).
   void hand_out_wave(TaskKind kind, u32 first) const {
     const Geometry& geometry = rank_.geometry();
@@ -393,8 +395,8 @@ class ArrivalsSubscriber {
     return experts;
   }
 
-  /// Posts the tiles that were planned since the last time. This warp alone posts Gemm0: a tile's
-  /// slot in the mailbox has its number.
+  /// Posts the tiles that were planned since the last time. This warp alone posts Product0: a
+  /// tile's slot in the mailbox has its number.
   void post_new_tiles() {
     const u32 planned = plan_.tiles();
     // Orders the descriptors, and the rows acquired above, before the words below; pairs with the

@@ -254,7 +254,7 @@ struct Geometry {
   /// Parts of both products of all of a call's tokens.
   constexpr u32 shared_parts(u32 tokens) const {
     const bool narrow = narrow_shared(tokens);
-    return shared_tiles(tokens) * (shared0_parts_of(narrow) + gemm1_parts_of(narrow));
+    return shared_tiles(tokens) * (shared0_parts_of(narrow) + product1_parts_of(narrow));
   }
   constexpr u32 shared_parts_max() const {
     return maximum(shared_parts(max_tokens), shared_parts(minimum(max_tokens, narrow_rows)));
@@ -294,16 +294,16 @@ struct Geometry {
   /// map, for which a fetch warp of eight ranks has a register too few.
   constexpr u32 one_tile_rows() const {
     const bool narrow = narrow_rows != 0;
-    const bool alike = narrow || gemm1_narrow_parts <= gemm1_parts;  // (tiles_in_halves())
+    const bool alike = narrow || product1_narrow_parts <= product1_parts;  // (tiles_in_halves())
     const u32 most = minimum(up_front_rows, minimum(narrow ? narrow_rows : tile_rows, 0xffU));
     const bool fits = row_map == RowMap::ragged && world <= max_segments_of(narrow) &&
                       local_experts() * world <= kPlanCounts &&
                       local_experts() <= plan_few_experts() && local_experts() * most <= 0xffff;
     return alike && fits && remote == 0 && !plans_itself() ? most : 0;
   }
-  /// Parts of both GEMMs of such a tile.
+  /// Parts of both products of such a tile.
   constexpr u32 one_tile_parts() const {
-    return gemm0_parts_of(narrow_rows != 0) + gemm1_parts_of(narrow_rows != 0);
+    return product0_parts_of(narrow_rows != 0) + product1_parts_of(narrow_rows != 0);
   }
   /// Whether processors look at counts, to make such tiles, before they are told that a call is
   /// planned so: where others' come, and in a call that probably is, should each rank have as many
@@ -320,22 +320,22 @@ struct Geometry {
   /// his counts has his rows here soon. But of large experts only one with a few tiles of each, or
   /// those of an expert are not computed beside each other. Beside a network, whose rows come
   /// late, one in which the order of tiles does not matter, because all of them are of experts with
-  /// up to `up_front_rows` rows, or because the parts of all first GEMMs have a processor each.
+  /// up to `up_front_rows` rows, or because the parts of all first products have a processor each.
   constexpr bool plans_up_front(bool few_rows, u64 tiles) const {
     const bool all = large_experts == 0 || world == 1 || tiles <= kWave * local_experts();
     return up_front_rows != 0 &&
-           (few_rows || tiles * gemm0_parts <= processors || (remote == 0 && all));
+           (few_rows || tiles * product0_parts <= processors || (remote == 0 && all));
   }
   /// Tiles whose parts are then handed out together, at most, those of a large expert by turns.
   static constexpr u32 kWave = 8;
   /// Whether the rest of a call with so many tiles is, when some have been made of the rows of who
-  /// is not late. It keeps their second GEMMs until the end: not where these are long, or experts
-  /// have many tiles, which are as good as others then.
+  /// is not late. It keeps their second products until the end: not where these are long, or
+  /// experts have many tiles, which are as good as others then.
   constexpr bool plans_rest(u64 tiles) const {
     return tiles <= kWave * local_experts() && !second_parts_are_longer();
   }
-  /// Whether a part of a second GEMM takes longer than one of a first GEMM: its depth is I, and the
-  /// first one's H.
+  /// Whether a part of a second product takes longer than one of a first product: its depth is I,
+  /// and the first one's H.
   constexpr bool second_parts_are_longer() const { return hidden_bytes > sent_bytes; }
   /// Whether it is looked at how many rows each expert has: not if on average they are too many,
   /// should each rank have as many tokens.
@@ -354,7 +354,7 @@ struct Geometry {
 
   // --- Tokens that are read in place (counted_rows.hpp) ---
 
-  /// Tokens, and pairs, of a call whose first GEMMs read tokens where the caller left them, at
+  /// Tokens, and pairs, of a call whose first products read tokens where the caller left them, at
   /// most: on the GPU a lane loads a row of a tile, and looks at two pairs' choices.
   static constexpr u32 kInPlaceTokens = 8;
   static constexpr u32 kInPlacePairs = 64;
@@ -372,29 +372,30 @@ struct Geometry {
   /// What is left of one with more rows is cut as its other tiles are, and so can be computed by
   /// turns with them, with the same columns of its weights.
   constexpr bool is_narrow(u32 padded_rows) const { return padded_rows <= narrow_rows; }
-  constexpr u32 gemm0_parts_of(bool narrow) const {
-    return narrow ? gemm0_narrow_parts : gemm0_parts;
+  constexpr u32 product0_parts_of(bool narrow) const {
+    return narrow ? product0_narrow_parts : product0_parts;
   }
-  constexpr u32 gemm1_parts_of(bool narrow) const {
-    return narrow ? gemm1_narrow_parts : gemm1_parts;
+  constexpr u32 product1_parts_of(bool narrow) const {
+    return narrow ? product1_narrow_parts : product1_parts;
   }
-  /// Parts of both GEMMs of a tile, at most: a wide tile's second one may have narrow ones, too.
+  /// Parts of both products of a tile, at most: a wide tile's second one may have narrow ones, too.
   constexpr u32 tile_parts_max() const {
-    return maximum(gemm0_parts, gemm0_narrow_parts) + maximum(gemm1_parts, gemm1_narrow_parts);
+    return maximum(product0_parts, product0_narrow_parts) +
+           maximum(product1_parts, product1_narrow_parts);
   }
 
-  /// Of so many tiles whose second GEMMs are left when all first ones have been handed out, how
+  /// Of so many tiles whose second products are left when all first ones have been handed out, how
   /// many are cut in halves: of what is left when each processor has had as many parts as any
   /// other, most may have none. If that is so few parts that each half has a processor, it is cut:
   /// half a part takes more than half as long, since it loads the same rows, but less than a whole
   /// one. In a call of few tiles that is all of them (docs/log/0051-halves.md,
   /// docs/log/0066-first-gemms-first.md).
   constexpr u32 tiles_in_halves(u32 left) const {
-    if (gemm1_narrow_parts <= gemm1_parts) {
+    if (product1_narrow_parts <= product1_parts) {
       return 0;
     }
-    const u32 rest = left * gemm1_narrow_parts % (2 * processors);  // in halves
-    return rest <= processors ? rest / gemm1_narrow_parts : 0;
+    const u32 rest = left * product1_narrow_parts % (2 * processors);  // in halves
+    return rest <= processors ? rest / product1_narrow_parts : 0;
   }
 
   /// Rows of a tile, and of a segment of a narrow one, are padded to a multiple of this (one wgmma
@@ -439,17 +440,17 @@ struct Geometry {
     const u64 by_rows = u64{rows_received_max()} * kSegmentAlign;
     return static_cast<u32>(minimum(by_tiles, by_rows));
   }
-  /// Rows between the GEMMs that have a place at a time, where places are used again: at least what
-  /// is left of one expert's sources, which is packed at once.
+  /// Rows between the products that have a place at a time, where places are used again: at least
+  /// what is left of one expert's sources, which is packed at once.
   constexpr u32 pool_rows() const {
     return align_up(maximum(between_rows, world * tile_rows), kSegmentAlign);
   }
-  /// Whether places between the GEMMs are used again, since a call may have more rows. Not where
+  /// Whether places between the products are used again, since a call may have more rows. Not where
   /// processors find tiles themselves.
   constexpr bool reuses_places() const {
     return between_rows != 0 && !plans_itself() && u64{pool_rows()} + tile_rows < tiled_rows_max();
   }
-  /// Rows of the buffer between the GEMMs. A tile that begins at the end of the pool ends behind
+  /// Rows of the buffer between the products. A tile that begins at the end of the pool ends behind
   /// it.
   constexpr u32 intermediate_rows_max() const {
     return reuses_places() ? pool_rows() + tile_rows : tiled_rows_max();

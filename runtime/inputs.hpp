@@ -6,8 +6,8 @@
 // other ranks send and what parts before it in the ready ring leave, and so a processor that has it
 // may wait: whoever runs those has them already, and waits for no later one. It looks at the words
 // that are written for this anyway: the flags of the chunks in which a tile's rows come, the
-// counter of its first GEMM's parts, the credits of the chunks in which a token's rows have left.
-// May not know: how a part is computed.
+// counter of its first product's parts, the credits of the chunks in which a token's rows have
+// left. May not know: how a part is computed.
 #pragma once
 
 #include "runtime/base.hpp"
@@ -35,7 +35,7 @@ class Inputs {
       find_results(rank, map, task, found);
     } else if (awaits_of(task.from) == Awaits::product) {
       for (u32 i = 0; i < kOfALane; ++i) {
-        word_[i] = &rank.memory.gemm0_parts_done[task.tile];
+        word_[i] = &rank.memory.product0_parts_done[task.tile];
         wanted_[i] = first_parts_of(rank.geometry(), task);
       }
     } else {

@@ -21,8 +21,9 @@ constexpr u32 known_parts(const Geometry& geometry, const Call& call) {
   return route_parts(geometry, call) + geometry.shared_parts(call.tokens);
 }
 
-/// Parts of a Combine of tokens that sent no row, a block's each, which processors of a rank alone find themselves, behind
-/// Route's. Others are handed out; where processors wait for all tokens' rows there are none.
+/// Parts of a Combine of tokens that sent no row, a block's each, which processors of a rank alone
+/// find themselves, behind Route's. Others are handed out; where processors wait for all tokens'
+/// rows there are none.
 constexpr u32 own_unsent_parts(const Geometry& geometry, const Call& call) {
   const bool own = geometry.plans_itself() && !geometry.may_await(call.tokens);
   return own && combines_unsent(call) ? route_blocks(geometry, call) : 0;
@@ -41,8 +42,8 @@ constexpr ReadyWord shared_word(const Geometry& geometry, const Call& call, u32 
     return narrow ? part(kSharedFirstProduct.kind, number, geometry.shared0_narrow_parts)
                   : part(kSharedFirstProduct.kind, number, geometry.shared0_parts);
   }
-  return narrow ? part(kSharedSecondProduct.kind, number - firsts, geometry.gemm1_narrow_parts)
-                : part(kSharedSecondProduct.kind, number - firsts, geometry.gemm1_parts);
+  return narrow ? part(kSharedSecondProduct.kind, number - firsts, geometry.product1_narrow_parts)
+                : part(kSharedSecondProduct.kind, number - firsts, geometry.product1_parts);
 }
 
 /// And its descriptor, on rank `rank`: a tile of tokens that follow each other.

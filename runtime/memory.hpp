@@ -19,8 +19,8 @@ namespace moeos {
 /// Counters of one call. Two of them alternate by the parity of the epoch: while a call runs, the
 /// OS block clears the other one, so a call starts with zeros and nobody waits for a reset.
 struct CallState {
-  Line<u32> ring_claimed;  // tickets that processors have taken
-  Line<u32> gemm1_posted;  // tickets of slots in the mailbox of Gemm1
+  Line<u32> ring_claimed;     // tickets that processors have taken
+  Line<u32> product1_posted;  // tickets of slots in the mailbox of Product1
   Line<u32> route_blocks_done;
   Line<u32> dispatch_parts_taken;  // tickets that couriers have taken
   Line<u32> dispatch_parts_done;
@@ -178,14 +178,14 @@ class RankMemory {
                                     // last here; where cells are rings
 
   // Completion counters; who completes a chunk, a block or a tile sets its counter back to zero. Of
-  // a first GEMM that processors wait for, who completes the second one does.
-  u32* chunk_rows_done = nullptr;    // [peer][chunk]: of Dispatch
-  u32* route_parts_done = nullptr;   // [block]
-  u32* gemm0_parts_done = nullptr;   // [tile, then tile of tokens]
-  u32* gemm1_parts_done = nullptr;   // the same
-  u32* tiles_multiplied = nullptr;   // [tile]: the epoch, sealed, in which its second GEMM was last
-                                     // done; where places between the GEMMs are used again
-  u32* shared_tiles_done = nullptr;  // tiles of tokens
+  // a first product that processors wait for, who completes the second one does.
+  u32* chunk_rows_done = nullptr;      // [peer][chunk]: of Dispatch
+  u32* route_parts_done = nullptr;     // [block]
+  u32* product0_parts_done = nullptr;  // [tile, then tile of tokens]
+  u32* product1_parts_done = nullptr;  // the same
+  u32* tiles_multiplied = nullptr;     // [tile]: the epoch, sealed, in which its second product was
+                                    // last done; where places between the products are used again
+  u32* shared_tiles_done = nullptr;    // tiles of tokens
   u32* shared_results_here = nullptr;  // the epoch, sealed, in which all of them last were
   float* shared_weight = nullptr;      // [token]: of the shared experts' result, where it has one
   u32* partials_done = nullptr;        // [owner][group]: tokens whose partial sums have been sent
@@ -275,8 +275,8 @@ class RankMemory {
     take(chunk_rows_done, world * geometry.chunks());
     take(route_parts_done, blocks);
     const u64 tiles = geometry.tiles_max() + geometry.shared_tiles(geometry.max_tokens);
-    take(gemm0_parts_done, tiles);
-    take(gemm1_parts_done, tiles);
+    take(product0_parts_done, tiles);
+    take(product1_parts_done, tiles);
     take(tiles_multiplied, geometry.reuses_places() ? geometry.tiles_max() : 0);
     take(shared_tiles_done, geometry.shares() ? 1 : 0);
     take(shared_results_here, geometry.shares() ? 1 : 0);

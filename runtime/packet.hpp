@@ -81,7 +81,7 @@ u32 first_result_at(const Rank<P>& rank, u32 epoch, u32 owner) {
 
 /// Where this rank writes the result of a row that `owner` sent, its row `row` here: among the
 /// owner's results; or, of a remote owner, for a put, where results are staged: if in the place of
-/// that row, all parts of its first GEMM have read it. `first`: first_result_at.
+/// that row, all parts of its first product have read it. `first`: first_result_at.
 template <Platform P>
 u8* outgoing_result(const Rank<P>& rank, u32 owner, u32 first, u32 row) {
   u8* direct = rank.platform.peer(owner);
@@ -217,7 +217,7 @@ constexpr ReadyWord chunk_word(u32 epoch, u32 chunk) {
 }
 
 /// Asks a sender to put staged rows to a remote peer: a chunk (chunk_word), or a tile's segment, as
-/// `word` of its Gemm1 task with the segment in place of the part. One lane, behind order_rows.
+/// `word` of its Product1 task with the segment in place of the part. One lane, behind order_rows.
 template <Platform P>
 void post_request(const Rank<P>& rank, const Call& call, u32 peer, ReadyWord word) {
   const u32 slot =

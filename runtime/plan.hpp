@@ -4,7 +4,7 @@
 // An expert's rows become tiles by one rule, whoever sends them: full tiles of one source's rows
 // each, the first source's first, then what is left of all sources, side by side. Tiles of an
 // expert follow each other, and so do experts. Parts are numbered behind each other: those of all
-// first GEMMs, then those of all second ones, of a large expert by turns.
+// first products, then those of all second ones, of a large expert by turns.
 //
 // Plan is that function. Rows says what is known of the counts, and how it is kept: a processor has
 // a few registers of each lane (counted_rows.hpp), the host a table (kernels/rows_in_table.hpp).
@@ -100,7 +100,7 @@ struct Turn {
 };
 constexpr Turn turn_at(u32 place, u32 tiles) { return {place % tiles, place / tiles}; }
 
-/// Fills a descriptor of a tile's first GEMM but for its segments and its seal.
+/// Fills a descriptor of a tile's first product but for its segments and its seal.
 constexpr void describe_tile(Task& task, const Geometry& geometry, u32 epoch, u32 expert, u32 tile,
                              u32 segments, u32 rows, u32 padded, u32 result, bool narrow) {
   task.kind = kFirstProduct.kind;
@@ -211,7 +211,7 @@ class Plan {
   /// tile's, which the cache does not keep (docs/log/0013-turns.md).
   static constexpr u32 kTurn = 32;
 
-  /// How an expert's tiles are cut for one of the GEMMs: some, then some in halves.
+  /// How an expert's tiles are cut for one of the products: some, then some in halves.
   struct Cut {
     u32 tiles;
     u32 parts;  // of each
@@ -303,7 +303,7 @@ class Plan {
   u32 tiles_ = 0;                // of all experts
   u32 first_tile_ = 0;           // of this lane's experts,
   u32 first_result_ = 0;         // and where their rows begin
-  u32 uncut_tiles_ = 0;          // of all tiles, those whose second GEMM is not cut in halves
+  u32 uncut_tiles_ = 0;          // of all tiles, those whose second product is not cut in halves
   u32 ends_[kProductsOfTile]{};  // of each: parts up to this lane's last one
 };
 

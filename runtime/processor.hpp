@@ -3,7 +3,7 @@
 //
 // take_ticket() and claim() take the next part; count_slices(), count_block() and
 // finish_routing() are what follows from Route's; complete() makes any other part's effects
-// visible: the next GEMM of a tile, credits to owners. A machine with one warp a processor runs
+// visible: the next product of a tile, credits to owners. A machine with one warp a processor runs
 // them in turn (warp_processor.hpp); on the GPU a fetch warp claims ahead while other warps
 // compute. A part never waits for another task: it was handed out because its inputs are here. But
 // in a call that is planned up front (counted_rows.hpp) they may still be
@@ -189,8 +189,8 @@ class Processor : Pace<P> {
       busy_ns += Pace<P>::slow_down(rank_, call_);
     }
     switch (task.kind) {
-      case TaskKind::gemm0:
-      case TaskKind::gemm1:
+      case TaskKind::product0:
+      case TaskKind::product1:
         complete_product(task, word);
         break;
       case TaskKind::combine:
@@ -244,9 +244,10 @@ class Processor : Pace<P> {
           // poll this counter and fence (inputs.hpp): the last part's sum is made of all parts'.
           P::sync_lanes();
           if (P::lane() == 0) {
-            P::template add_release<Scope::device>(&rank_.memory.gemm0_parts_done[task.tile], 1U);
+            P::template add_release<Scope::device>(&rank_.memory.product0_parts_done[task.tile],
+                                                   1U);
           }
-        } else if (completes<P>(&rank_.memory.gemm0_parts_done[task.tile], task.parts) &&
+        } else if (completes<P>(&rank_.memory.product0_parts_done[task.tile], task.parts) &&
                    P::lane() == 0) {
           const TaskKind next = kSecondProduct.kind;
           post_next(rank_, call_, next, word.task(),
@@ -254,12 +255,13 @@ class Processor : Pace<P> {
         }
         break;
       case Then::credits:
-        if (completes<P>(&rank_.memory.gemm1_parts_done[task.tile], task.parts) && P::lane() == 0) {
+        if (completes<P>(&rank_.memory.product1_parts_done[task.tile], task.parts) &&
+            P::lane() == 0) {
           end_tile(task, word);
         }
         break;
       case Then::shared_results:
-        if (completes<P>(&rank_.memory.gemm1_parts_done[task.tile], task.parts)) {
+        if (completes<P>(&rank_.memory.product1_parts_done[task.tile], task.parts)) {
           end_shared_tile(task);
         }
         break;
@@ -274,11 +276,11 @@ class Processor : Pace<P> {
     P::template count_relaxed<Scope::device>(&state_.rows_returned.value, returned.rows);
     if (task.awaits != 0) {
       // For the next call. Relaxed: all who waited for it have ended their parts.
-      P::template store_relaxed<Scope::device>(&rank_.memory.gemm0_parts_done[task.tile], 0U);
+      P::template store_relaxed<Scope::device>(&rank_.memory.product0_parts_done[task.tile], 0U);
     }
     if (rank_.geometry().reuses_places() && !MOEOS_PLANTED(places_stay_taken)) {
-      // Publishes that all parts have read the tile's rows between the GEMMs, which this warp has
-      // acquired by the counter, to the arrivals subscriber, which polls this word and fences
+      // Publishes that all parts have read the tile's rows between the products, which this warp
+      // has acquired by the counter, to the arrivals subscriber, which polls this word and fences
       // (TilePlan::find_free_places).
       P::template store_release<Scope::device>(&rank_.memory.tiles_multiplied[task.tile],
                                                seal(call_.epoch));
@@ -293,7 +295,7 @@ class Processor : Pace<P> {
     if (P::lane() == 0) {
       // For the next call. Relaxed: all who waited for it have ended their parts.
       if (!MOEOS_PLANTED(shared_counters_stay)) {
-        P::template store_relaxed<Scope::device>(&rank_.memory.gemm0_parts_done[task.tile], 0U);
+        P::template store_relaxed<Scope::device>(&rank_.memory.product0_parts_done[task.tile], 0U);
       }
       note<P>(tally_.padding_rows, task.padded_rows - task.rows);
     }

@@ -70,22 +70,22 @@ struct Product {
   Then then;
   Sink sink;
 };
-inline constexpr Product kFirstProduct{.kind = TaskKind::gemm0,
+inline constexpr Product kFirstProduct{.kind = TaskKind::product0,
                                        .shared = false,
                                        .rows = RowsIn::cells,
                                        .then = Then::next,
                                        .sink = Sink::between};
-inline constexpr Product kSecondProduct{.kind = TaskKind::gemm1,
+inline constexpr Product kSecondProduct{.kind = TaskKind::product1,
                                         .shared = false,
                                         .rows = RowsIn::between,
                                         .then = Then::credits,
                                         .sink = Sink::owners};
-inline constexpr Product kSharedFirstProduct{.kind = TaskKind::gemm0,
+inline constexpr Product kSharedFirstProduct{.kind = TaskKind::product0,
                                              .shared = true,
                                              .rows = RowsIn::tokens,
                                              .then = Then::next,
                                              .sink = Sink::tokens_between};
-inline constexpr Product kSharedSecondProduct{.kind = TaskKind::gemm1,
+inline constexpr Product kSharedSecondProduct{.kind = TaskKind::product1,
                                               .shared = true,
                                               .rows = RowsIn::tokens_between,
                                               .then = Then::shared_results,
@@ -113,9 +113,9 @@ constexpr Product product_of(TaskKind kind, bool shared) {
 /// Parts of a tile's product.
 constexpr u32 parts_of(const Geometry& geometry, const Product& product, bool narrow) {
   if (product.kind == kSecondProduct.kind) {
-    return geometry.gemm1_parts_of(narrow);
+    return geometry.product1_parts_of(narrow);
   }
-  return product.shared ? geometry.shared0_parts_of(narrow) : geometry.gemm0_parts_of(narrow);
+  return product.shared ? geometry.shared0_parts_of(narrow) : geometry.product0_parts_of(narrow);
 }
 /// The same of an expert's.
 constexpr u32 parts_of(const Geometry& geometry, TaskKind kind, bool narrow) {

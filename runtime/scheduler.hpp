@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Algorithm 3: one warp that decides what runs next and when the call is over.
 //
-// Sweeps the mailboxes of both GEMMs and publishes (descriptor, part) words into the ready ring, in
-// an order that it chooses, but only about one word a processor ahead of what has been claimed, so
-// that a more urgent task never waits behind a long queue. Complete tokens do not wait for it
+// Sweeps the mailboxes of both products and publishes (descriptor, part) words into the ready ring,
+// in an order that it chooses, but only about one word a processor ahead of what has been claimed,
+// so that a more urgent task never waits behind a long queue. Complete tokens do not wait for it
 // (ring.hpp). The thesis rings a doorbell at each processor instead; one ring keeps every processor
 // busy while any part is ready. May not know: what a task computes, where rows lie.
 #pragma once
@@ -289,7 +289,7 @@ class Scheduler {
   }
 
   /// Whether this rank sends some peer more rows than its cell there has places, which it knows as
-  /// the last. Then so do others, perhaps to this one, and wait for what second GEMMs return.
+  /// the last. Then so do others, perhaps to this one, and wait for what second products return.
   bool returns_are_awaited() const {
     const Geometry& geometry = rank_.geometry();
     if (!geometry.rings_cells()) {
@@ -304,8 +304,8 @@ class Scheduler {
     return P::ballot(overflows) != 0;
   }
 
-  /// Whether links have room for what second GEMMs return: all rows have left, or they are few; or
-  /// whether that goes before.
+  /// Whether links have room for what second products return: all rows have left, or they are few;
+  /// or whether that goes before.
   bool may_return() {
     if (sending_ && routed_ && !links_looked_at_) {
       links_looked_at_ = true;
@@ -314,7 +314,7 @@ class Scheduler {
     return !sending_ || links_have_room_;
   }
 
-  /// What is handed out next, of what is ready. First GEMMs go first while rows are still being
+  /// What is handed out next, of what is ready. First products go first while rows are still being
   /// sent, unless these are few: what a second one returns would compete with them for the links.
   /// Then they have turns.
   TaskKind next_kind() {
@@ -322,17 +322,17 @@ class Scheduler {
     return product_kind(second ? 1 : 0);
   }
 
-  /// Whose turn it is when both GEMMs are ready. Of small experts, each has as much of the
-  /// processors' time: second GEMMs alone would fill the links again and wait for them, and leave
-  /// first ones for the end of the call, when the links have nothing to do. Of large experts, the
-  /// weights of both would drive each other out of the cache: second ones go first, but wait for
-  /// the end of the first ones that are handed out together, and so collect a whole expert's
+  /// Whose turn it is when both products are ready. Of small experts, each has as much of the
+  /// processors' time: second products alone would fill the links again and wait for them, and
+  /// leave first ones for the end of the call, when the links have nothing to do. Of large experts,
+  /// the weights of both would drive each other out of the cache: second ones go first, but wait
+  /// for the end of the first ones that are handed out together, and so collect a whole expert's
   /// (docs/log/0026-first-and-second-gemms-by-turns.md,
   /// docs/log/0031-an-expert-at-a-time.md, docs/log/0066-first-gemms-first.md).
   bool second_in_turn() const {
     const bool amid_turns = first_.together != 0 && first_.by_turns;
     const Geometry& geometry = rank_.geometry();
-    return geometry.large_experts != 0 ? !amid_turns : second_gemms_ahead_ <= 0;
+    return geometry.large_experts != 0 ? !amid_turns : second_products_ahead_ <= 0;
   }
 
   /// Publishes ready parts until `limit` words have been published in this call; returns how many
@@ -353,9 +353,9 @@ class Scheduler {
       const Geometry& geometry = rank_.geometry();
       if (geometry.large_experts == 0 && both && may_return()) {
         // A part takes about as long as its input's rows are.
-        second_gemms_ahead_ += kind == kSecondProduct.kind
-                                   ? static_cast<i32>(handed * geometry.hidden_bytes)
-                                   : -static_cast<i32>(handed * geometry.sent_bytes);
+        second_products_ahead_ += kind == kSecondProduct.kind
+                                      ? static_cast<i32>(handed * geometry.hidden_bytes)
+                                      : -static_cast<i32>(handed * geometry.sent_bytes);
       }
     }
     return published_ - before;
@@ -395,9 +395,9 @@ class Scheduler {
   Batch second_;
   u32 sweeps_ = 0;
   u32 waiting_most_ = 0;  // words published and not claimed, at most
-  // Processors' time that second GEMMs have had more than first ones, while they alternated, as
+  // Processors' time that second products have had more than first ones, while they alternated, as
   // bytes of their inputs' rows; what is handed out at once keeps it small.
-  i32 second_gemms_ahead_ = 0;
+  i32 second_products_ahead_ = 0;
   // Of the last sweep.
   u32 published_ = 0;  // words of the ring, and those published since
   u32 claimed_ = 0;

@@ -3,9 +3,9 @@
 //
 // A descriptor is one cache line, written once by whoever learns that the work is possible and read
 // by the processors that run its parts (thesis section 5.2, Figure 5.1). A part is one N-tile of a
-// GEMM, a slice of a token block's Route, some tokens' Combine; all but the first are known from
-// their words, and have no descriptor in memory. (Parts of couriers: courier_part.hpp.) May not know:
-// how a task is computed; addresses.
+// product, a slice of a token block's Route, some tokens' Combine; all but the first are known from
+// their words, and have no descriptor in memory. (Parts of couriers: courier_part.hpp.) May not
+// know: how a task is computed; addresses.
 #pragma once
 
 #include "runtime/base.hpp"
@@ -25,26 +25,26 @@ struct Segment {
 
 struct alignas(kCacheLine) Task {
   TaskKind kind;
-  u8 segment_count;  // GEMMs
+  u8 segment_count;  // products
   u16 parts;         // how many ready words this descriptor is handed out in
   u32 epoch;         // the call it belongs to: a reader checks it against its own
-  u32 local_expert;  // GEMMs: whose weights; see is_shared(). Combine: what is added up, as
+  u32 local_expert;  // products: whose weights; see is_shared(). Combine: what is added up, as
                      // Summands (slices.hpp)
-  u32 tile;          // GEMMs: index of the row tile, for its completion counter
-  u32 rows;          // GEMMs: rows of the tile that count; combine: tokens, or 0 for those of a
+  u32 tile;          // products: index of the row tile, for its completion counter
+  u32 rows;          // products: rows of the tile that count; combine: tokens, or 0 for those of a
                      // block that sent no row
-  u32 padded_rows;   // GEMMs: rows of the tile as laid out, a multiple of 8
-  u32 first_result;  // GEMMs: the tile's first row in the buffer between the GEMMs; of a shared
-                     // expert's: its first token
+  u32 padded_rows;   // products: rows of the tile as laid out, a multiple of 8
+  u32 first_result;  // products: the tile's first row in the buffer between the products; of a
+                     // shared expert's: its first token
   u32 first_ready;   // combine: place of the first token among those that are complete, or, of
                      // tokens that are awaited, the first one; or a block
-  u32 narrow;        // GEMMs: 1 when it is cut into narrow N-tiles
+  u32 narrow;        // products: 1 when it is cut into narrow N-tiles
   u32 seal;          // what makes the descriptor whole; see is_intact()
-  u32 half_width;    // of a copy for a second GEMM: 1 when a wide tile is cut into narrow N-tiles
-  u32 awaits;        // GEMMs, combine: 1 when parts are handed out before their inputs are here, so
-                     // that processors wait for these (inputs.hpp)
-  RowsIn from;       // GEMMs: where its rows lie; in memory, a first GEMM's
-  u32 tokens;        // of a copy whose rows are listed tokens: four bits for each row, which it is
+  u32 half_width;  // of a copy for a second product: 1 when a wide tile is cut into narrow N-tiles
+  u32 awaits;   // products, combine: 1 when parts are handed out before their inputs are here, so
+                // that processors wait for these (inputs.hpp)
+  RowsIn from;  // products: where its rows lie; in memory, a first product's
+  u32 tokens;   // of a copy whose rows are listed tokens: four bits for each row, which it is
   Segment segments[Geometry::kMaxSegments];
 };
 static_assert(sizeof(Task) == 128 && alignof(Task) == 128,
@@ -85,7 +85,7 @@ constexpr bool is_shared(const Geometry& geometry, const Task& task) {
 constexpr Product product_of(const Geometry& geometry, const Task& task) {
   return product_of(task.kind, is_shared(geometry, task));
 }
-/// Parts of a tile's first GEMM.
+/// Parts of a tile's first product.
 constexpr u32 first_parts_of(const Geometry& geometry, const Task& task) {
   const Product first = product_of(kFirstProduct.kind, is_shared(geometry, task));
   return parts_of(geometry, first, task.narrow != 0);
@@ -110,8 +110,8 @@ constexpr u32 token_of_row(const Task& task, u32 row) {
 }
 constexpr u32 as_row(u32 token, u32 row) { return token << row * kTokenBits; }
 
-/// Makes one's own copy of a tile's descriptor that of its second GEMM: the same rows. Nobody looks
-/// at a copy's seal.
+/// Makes one's own copy of a tile's descriptor that of its second product: the same rows. Nobody
+/// looks at a copy's seal.
 constexpr void become_second(Task& task, const Geometry& geometry, bool half_width) {
   task.kind = kSecondProduct.kind;
   task.from = kSecondProduct.rows;
@@ -146,12 +146,12 @@ class ReadyWord {
   static_assert(kTaskBits + kPartBits + kKindBits == 32);
   static constexpr u32 kTasks = 1U << kTaskBits;
   static constexpr u32 kParts = 1U << kPartBits;
-  /// In place of the kind: a part of a second GEMM that is cut as those of narrow tiles are.
-  static constexpr u32 kHalfWidthGemm1 = kTaskKinds;
+  /// In place of the kind: a part of a second product that is cut as those of narrow tiles are.
+  static constexpr u32 kHalfWidthProduct1 = kTaskKinds;
   /// And a Combine of tokens whose rows are not back.
   static constexpr u32 kAwaitedCombine = kTaskKinds + 1;
   static_assert(kAwaitedCombine < 1U << kKindBits);
-  /// And a part of a plan, of either GEMM. In place of Route's, whose words nobody writes.
+  /// And a part of a plan, of either product. In place of Route's, whose words nobody writes.
   static constexpr u32 kPlanned = static_cast<u32>(TaskKind::route);
 
   constexpr ReadyWord() = default;
@@ -175,7 +175,7 @@ class ReadyWord {
            : awaited()  ? TaskKind::combine
                         : static_cast<TaskKind>(kind_bits());
   }
-  constexpr bool half_width() const { return kind_bits() == kHalfWidthGemm1; }
+  constexpr bool half_width() const { return kind_bits() == kHalfWidthProduct1; }
   constexpr bool awaited() const { return kind_bits() == kAwaitedCombine; }
   /// Of a part that the processor which finds the word makes by its number in a plan
   /// (counted_rows.hpp).
@@ -186,9 +186,9 @@ class ReadyWord {
   constexpr ReadyWord with_part(u32 part) const {
     return ReadyWord(epoch(), kind_bits(), task(), part);
   }
-  /// The same word of a second GEMM, which is to be cut so.
+  /// The same word of a second product, which is to be cut so.
   constexpr ReadyWord cut_in_halves() const {
-    return ReadyWord(epoch(), kHalfWidthGemm1, task(), part());
+    return ReadyWord(epoch(), kHalfWidthProduct1, task(), part());
   }
   /// The same word of a Combine whose processor waits for rows.
   constexpr ReadyWord awaiting_rows() const {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Algorithm 2's decoding step: arrived rows become row tiles, GEMM tasks with up to eight segments.
+// Algorithm 2's decoding step: arrived rows become row tiles, product tasks with up to eight
+// segments.
 //
 // A tile full of one source's rows is made as soon as these rows are here. What is left of each
 // source, less than a tile, is merged with the other sources' remainders once all of them are
@@ -9,7 +10,7 @@
 // its tiles follow each other, and its weights are read once and not once a source. Rows are
 // independent, so packing never changes a result.
 //
-// A tile is made when there are places for its rows between the two GEMMs. Where these are fewer
+// A tile is made when there are places for its rows between the two products. Where these are fewer
 // than a call may have rows (Geometry::reuses_places), they are used in turn, as those of a ring:
 // the next tile takes those behind the last one's, once the tiles that had them have been
 // multiplied. No tile that is made waits for one that is not, so there is no circle of waits.
@@ -64,7 +65,7 @@ class TilePlan {
     P::sync_lanes();
   }
 
-  /// Writes the Gemm0 descriptors of new tiles; false if there are none.
+  /// Writes the Product0 descriptors of new tiles; false if there are none.
   ///
   /// `news`: rows have arrived since the last time; OsMemory::rows_arrived says which. `parts`: so
   /// many would be computed at once. Of large experts, full tiles of incomplete ones are made for
@@ -109,7 +110,7 @@ class TilePlan {
     MOEOS_CHECK(complete());
   }
 
-  /// Whether all tiles of the call have places between the GEMMs that no other one has had. All
+  /// Whether all tiles of the call have places between the products that no other one has had. All
   /// counts are known.
   bool fits() const {
     const Geometry& geometry = layout_.geometry();
@@ -240,7 +241,7 @@ class TilePlan {
         const u32 mine = parts > 0 ? full : 0;
         const u32 before = fed + P::inclusive_scan(mine) - mine;
         fed = P::broadcast(before + mine, P::kLanes - 1);
-        const bool feeds = before * geometry.gemm0_parts < parts;
+        const bool feeds = before * geometry.product0_parts < parts;
         all_fed = all_fed && P::ballot(mine > 0 && !complete && !feeds) == 0;
         full = merge || apart ? full : feeds ? mine : 0;
       }
@@ -434,8 +435,8 @@ class TilePlan {
   u32 epoch_ = 0;
   u32 tiles_ = 0;
   u32 results_ = 0;  // rows of these tiles
-  // Where places between the GEMMs are used again: tiles, in their order, that have been seen to be
-  // multiplied; up to which row there are places; some rows that could be in tiles have none.
+  // Where places between the products are used again: tiles, in their order, that have been seen to
+  // be multiplied; up to which row there are places; some rows that could be in tiles have none.
   u32 multiplied_ = 0;
   u32 free_to_ = 0;
   bool held_back_ = false;

@@ -239,7 +239,7 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int, slicing: Slicing = WHOLE) -
 
     # Of the other ranks only what they send to rank 0: all would be P times E numbers.
     by_expert = [*zip(*(rows(source, range(local)) for source in range(ranks)), strict=True)]
-    planned, gemm0_parts, gemm1_parts = sizes.plan(by_expert)
+    planned, product0_parts, product1_parts = sizes.plan(by_expert)
     tiles = padding = received = busy_experts = replicated = 0
     flags = [0] * ranks  # of each source
     starts = [0] * ranks
@@ -290,8 +290,8 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int, slicing: Slicing = WHOLE) -
             "route": sizes.route_parts(tokens),
             "dispatch": dispatches,
             "replicate": replicated,
-            "gemm0": gemm0_parts + shared_tiles * sizes.shared0_parts,
-            "gemm1": gemm1_parts + shared_tiles * sizes.gemm1_parts,
+            "product0": product0_parts + shared_tiles * sizes.shared0_parts,
+            "product1": product1_parts + shared_tiles * sizes.product1_parts,
             "combine": -(-complete // sizes.combine_tokens(tokens)) + looks,
         },
         padding_rows=padding,

@@ -23,7 +23,7 @@ from moeos.config import DTYPES, MoEConfig
 from moeos.sizes import returned_bytes, sent_bytes
 from moeos.slicing import WHOLE, Slicing, slicing_of
 from moeos.timeline import weights
-from moeos.timeline.call import COURIERS, DISPATCH, GEMM0, GEMM1, CallTrace, kind_name
+from moeos.timeline.call import COURIERS, DISPATCH, PRODUCT0, PRODUCT1, CallTrace, kind_name
 from moeos.timeline.summary import Stage
 from moeos.timeline.weights import Weights
 
@@ -94,8 +94,8 @@ def work_of(
 
     found = {
         "route": (2 * tokens * cfg.experts * cfg.hidden * by_gate, "FLOP", H200_GEMM_FLOPS),
-        "gemm0": products(cfg.w1_rows, first),
-        "gemm1": products(cfg.intermediate, n * cfg.shared_intermediate),
+        "product0": products(cfg.w1_rows, first),
+        "product1": products(cfg.intermediate, n * cfg.shared_intermediate),
         "combine": (
             rows * returned_bytes(cfg)
             + (tokens * shared + _sums_read(about, len(call.ranks))) * row_bytes,
@@ -117,7 +117,7 @@ def work_of(
 def to_peers_of(
     call: CallTrace, stages: Sequence[Stage], about: Mapping[str, Any]
 ) -> dict[str, Amount]:
-    """Rows that Dispatch sends to other ranks, and results that Gemm1 returns to them, in bytes,
+    """Rows that Dispatch sends to other ranks, and results that Product1 returns to them, in bytes,
     against a link's rate; where experts are sliced, the sums that Combine sends. Without the
     rows where parts are missing; empty for one rank, and where `about` does not say what ran.
     """
@@ -126,20 +126,20 @@ def to_peers_of(
     if cfg is None or ranks == 1:
         return {}
     received = [trace.received.sum(axis=1) for trace in call.ranks]
-    rows = {"gemm1": sum(int(of.sum() - of[rank]) for rank, of in enumerate(received))}
+    rows = {"product1": sum(int(of.sum() - of[rank]) for rank, of in enumerate(received))}
     slicing = _slicing_of(about, ranks)
     if slicing.sums:
         sent = [slicing.sums_sent(rank, ranks, about["tokens"]) for rank in range(ranks)]
         rows["combine"] = sum(map(sum, sent))
     if slicing.sums and slicing.holders(ranks) == 1:
-        del rows["gemm1"]
+        del rows["product1"]
     elif call.planned_up_front:
         parts = call.parts
         there = (parts["kind"] == DISPATCH) & (parts["peer"] != parts["rank"])
         rows["dispatch"] = int(parts["carried"][there].sum())
     row_bytes = {
         "dispatch": sent_bytes(cfg),
-        "gemm1": returned_bytes(cfg),
+        "product1": returned_bytes(cfg),
         "combine": cfg.hidden * cfg.dtype.itemsize,
     }
     return {
@@ -166,7 +166,7 @@ def weights_of(call: CallTrace, about: Mapping[str, Any]) -> dict[str, Weights]:
     of_each = expert_bytes_by_name(cfg)
     sums = {
         kind: sum(size for name, size in of_each.items() if name.startswith(matrix))
-        for kind, matrix in ((GEMM0, "w1"), (GEMM1, "w2"))
+        for kind, matrix in ((PRODUCT0, "w1"), (PRODUCT1, "w2"))
     }
     return weights.replay(call, sums, CACHE_BYTES)
 

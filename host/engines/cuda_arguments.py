@@ -348,7 +348,7 @@ class ArgumentPacker:
             row_bytes = codes * bits // 8
             wide = Box(rows, torch.uint8, row_bytes, ordered=True)
             depths = (depths[0] * bits // 8, depths[1] * bits // 8)
-        narrow = wide._replace(rows=min(rows, kernel_shape.narrow_gemm0_columns(self._cfg)))
+        narrow = wide._replace(rows=min(rows, kernel_shape.narrow_product0_columns(self._cfg)))
         return b"".join(
             self.map_of(prefix + name, matrix, columns, box)
             for name, matrix, columns, box in (

@@ -60,13 +60,13 @@ def sizes_of(
 ) -> _runtime.Sizes:
     """Buffers and bounds of a layer on the twin; arguments and errors as of `layer_sizes`."""
     columns = (_twin.GATED_COLUMNS if cfg.gated else _twin.PLAIN_COLUMNS, _twin.PLAIN_COLUMNS)
-    gemm0_parts, gemm1_parts = parts(cfg, *columns)
+    product0_parts, product1_parts = parts(cfg, *columns)
     cut = {
         "tile_rows": _TILE_ROWS,
         "route_tokens": _ROUTE_TOKENS,
         "route_slices": 1,
-        "gemm0_parts": gemm0_parts,
-        "gemm1_parts": gemm1_parts,
+        "product0_parts": product0_parts,
+        "product1_parts": product1_parts,
         "segment_align": _runtime.SEGMENT_ALIGN,
         "dedup_rows": _DEDUP_ROWS,
         "dedup_after": _DEDUP_AFTER,

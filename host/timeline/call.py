@@ -17,11 +17,11 @@ from moeos.tracing import KINDS, OS_ACTORS, TASK_KINDS, RankTrace
 NONE = -1
 """As a peer, an expert, a place or a moment: there is none."""
 
-ROUTE, DISPATCH, REPLICATE, GEMM0, GEMM1, COMBINE = map(
-    TASK_KINDS.index, ("route", "dispatch", "replicate", "gemm0", "gemm1", "combine")
+ROUTE, DISPATCH, REPLICATE, PRODUCT0, PRODUCT1, COMBINE = map(
+    TASK_KINDS.index, ("route", "dispatch", "replicate", "product0", "product1", "combine")
 )
 RETURNS = KINDS.index("returns")
-STAGES = (ROUTE, DISPATCH, REPLICATE, GEMM0, GEMM1, COMBINE)
+STAGES = (ROUTE, DISPATCH, REPLICATE, PRODUCT0, PRODUCT1, COMBINE)
 """Kinds of tasks in the order in which a row meets them."""
 COURIERS = (DISPATCH, REPLICATE)
 """Kinds of tasks that couriers do, on a GPU beside a processor's others."""

@@ -18,8 +18,8 @@ from moeos import _runtime
 from moeos.timeline.call import (
     COMBINE,
     DISPATCH,
-    GEMM0,
-    GEMM1,
+    PRODUCT0,
+    PRODUCT1,
     NONE,
     REPLICATE,
     RETURNS,
@@ -52,19 +52,19 @@ class Causes:
 def find(call: CallTrace) -> Causes:
     """The causes of all parts; of none, if events are missing: it could be any of those.
 
-    * Dispatch, and Combine of tokens without rows: the last Route part of its rank. So is Gemm0
+    * Dispatch, and Combine of tokens without rows: the last Route part of its rank. So is Product0
       of a call whose tokens are read in place, which has no Dispatch: it may begin when experts
       have been chosen, while that part still sorts and counts.
     * Replicate of a chunk: the Dispatch part with which the chunk had arrived. A chunk has arrived
       when those before it, of its source, have.
-    * Gemm0 of a tile: the part of the chunk with which as many rows of its expert were here as
-      its tiles, up to this one, hold. A chunk is here when it has arrived; one that is replicated, when
-      it and those before it have been.
+    * Product0 of a tile: the part of the chunk with which as many rows of its expert were here as
+      its tiles, up to this one, hold. A chunk is here when it has arrived; one that is
+      replicated, when it and those before it have been.
       Of a tile whose processors waited for its rows themselves, in a call that is planned up front:
       the last of these chunks that was here when they had them. Its rows may be in others, so it
       is not certain.
-    * Gemm1 of a tile: the last part of the tile's Gemm0.
-    * Combine of complete tokens: the last Gemm1 part, of a tile that may hold rows of the rank,
+    * Product1 of a tile: the last part of the tile's Product0.
+    * Combine of complete tokens: the last Product1 part, of a tile that may hold rows of the rank,
       that was visible before the step began in which the returns subscriber, it seems, posted the
       task, or before its claim where it is of a subscriber whose steps are not noted, or where its
       processor waited itself; or, if that was later, the last Combine part of tokens without rows,
@@ -103,8 +103,8 @@ class _Tile:
     """One of an expert's row tiles: how many rows it has, and its parts."""
 
     rows: int
-    gemm0: Sequence[int]
-    gemm1: Sequence[int]
+    product0: Sequence[int]
+    product1: Sequence[int]
 
 
 class _Finder:
@@ -125,16 +125,16 @@ class _Finder:
         by_tile: dict[tuple[int, int, int], list[int]] = defaultdict(list)
         for index, (rank, kind) in enumerate(zip(column["rank"], column["kind"], strict=True)):
             by_rank[rank, kind].append(index)
-            if kind in (GEMM0, GEMM1):
+            if kind in (PRODUCT0, PRODUCT1):
                 by_tile[rank, kind, column["place"][index]].append(index)
         tiles: dict[tuple[int, int], list[_Tile]] = defaultdict(list)  # of (rank, expert), in order
         for (rank, kind, number), parts in sorted(by_tile.items()):
-            if kind == GEMM0:
-                gemm1 = by_tile.get((rank, GEMM1, number), [])
+            if kind == PRODUCT0:
+                product1 = by_tile.get((rank, PRODUCT1, number), [])
                 rows, expert = column["rows"][parts[0]], column["expert"][parts[0]]
                 if expert < self._ranks[rank].received.shape[1]:  # else: of shared experts
-                    tiles[rank, expert].append(_Tile(rows, parts, gemm1))
-                self._set(gemm1, self._last_stored(parts))
+                    tiles[rank, expert].append(_Tile(rows, parts, product1))
+                self._set(product1, self._last_stored(parts))
         for rank in range(len(self._ranks)):
             self._after_route(rank, by_rank)
             if not any(by_rank[source, DISPATCH] for source in range(len(self._ranks))):
@@ -158,7 +158,7 @@ class _Finder:
     def _after_route(self, rank: int, by_rank: dict[tuple[int, int], list[int]]) -> None:
         last = self._last_stored(by_rank[rank, ROUTE])
         self._set(by_rank[rank, DISPATCH], last)
-        self._set(by_rank[rank, GEMM0], last)  # but for those that wait for rows, below
+        self._set(by_rank[rank, PRODUCT0], last)  # but for those that wait for rows, below
         place = self._column["place"]
         self._set([i for i in by_rank[rank, COMBINE] if place[i] == NONE], last)
 
@@ -217,12 +217,12 @@ class _Finder:
         rows_here = numpy.cumsum([rows for _, _, rows in arrivals])
         rows_taken = numpy.cumsum([tile.rows for tile in tiles])
         for tile, place in zip(tiles, numpy.searchsorted(rows_here, rows_taken), strict=True):
-            if any(self._column["awaited"][part] for part in tile.gemm0):
-                began = min(self._column["claimed"][part] for part in tile.gemm0)
+            if any(self._column["awaited"][part] for part in tile.product0):
+                began = min(self._column["claimed"][part] for part in tile.product0)
                 known = [part for stored, part, _ in arrivals if stored <= began]
-                self._set(tile.gemm0, known[-1] if known else arrivals[0][1], certain=False)
+                self._set(tile.product0, known[-1] if known else arrivals[0][1], certain=False)
             elif place < len(arrivals):
-                self._set(tile.gemm0, arrivals[place][1])
+                self._set(tile.product0, arrivals[place][1])
 
     def _after_returns(
         self, rank: int, combines: Sequence[int], tiles: dict[tuple[int, int], list[_Tile]]
@@ -264,15 +264,15 @@ class _Finder:
             self._set([index], cause, certain=cause == unsent)
 
     def _last_parts(self, rank: int, tiles: dict[tuple[int, int], list[_Tile]]) -> list[int]:
-        """The last Gemm1 part of each tile that may hold rows of a rank, in the order in which
+        """The last Product1 part of each tile that may hold rows of a rank, in the order in which
         these were visible: it tells the rank that its rows are back.
         """
         visible = self._column["visible"].__getitem__
         last = [
-            max(tile.gemm1, key=visible)
+            max(tile.product1, key=visible)
             for (owner, expert), held in tiles.items()
             for tile in held
-            if tile.gemm1 and self._ranks[owner].received[rank, expert] > 0
+            if tile.product1 and self._ranks[owner].received[rank, expert] > 0
         ]
         return sorted(last, key=visible)
 

@@ -208,7 +208,7 @@ def _counters(call: CallTrace, causes: Causes) -> Iterator[Event]:
 
 def _bytes_in_flight(call: CallTrace, config: Mapping[str, Any] | None) -> Iterator[Event]:
     """Bytes of rows that each rank's Dispatch is sending to other ranks; of a layer whose config is
-    known. An event does not say whose rows a tile of Gemm1 returns.
+    known. An event does not say whose rows a tile of Product1 returns.
     """
     if config is None:
         return

@@ -19,8 +19,8 @@ from moeos import drawing
 from moeos.timeline.call import (
     COMBINE,
     DISPATCH,
-    GEMM0,
-    GEMM1,
+    PRODUCT0,
+    PRODUCT1,
     REPLICATE,
     ROUTE,
     STAGES,
@@ -33,8 +33,8 @@ _COLOURS = {  # in the order in which they are drawn
     DISPATCH: "#ff7f0e",
     REPLICATE: "#e377c2",
     ROUTE: "#9467bd",
-    GEMM0: "#1f77b4",
-    GEMM1: "#2ca02c",
+    PRODUCT0: "#1f77b4",
+    PRODUCT1: "#2ca02c",
     COMBINE: "#d62728",
 }
 _WIDTH, _DOTS = 11.0, 150

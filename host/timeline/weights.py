@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy
 
-from moeos.timeline.call import GEMM0, GEMM1, CallTrace, Parts, kind_name
+from moeos.timeline.call import PRODUCT0, PRODUCT1, CallTrace, Parts, kind_name
 
 Block = tuple[int, int, int]
 """Of weights: the kind of GEMM, the expert, and which share of its columns."""
@@ -35,18 +35,18 @@ class Weights:
 
 
 def replay(call: CallTrace, expert_bytes: Mapping[int, int], cache: int) -> dict[str, Weights]:
-    """Of Gemm0 and of Gemm1: replays each rank's parts in the order of their first operands
+    """Of Product0 and of Product1: replays each rank's parts in the order of their first operands
     through a cache that drops what was used longest ago, and that holds weights alone. Of routed
     experts: what shared ones ask for is left out.
 
     Args:
-        expert_bytes: of an expert's weights, by kind, `GEMM0` and `GEMM1`.
+        expert_bytes: of an expert's weights, by kind, `PRODUCT0` and `PRODUCT1`.
         cache: its bytes.
     """
     once: Counter[int] = Counter()
     asked: Counter[int] = Counter()
     read: Counter[int] = Counter()
-    gemms = call.parts[numpy.isin(call.parts["kind"], (GEMM0, GEMM1))]
+    gemms = call.parts[numpy.isin(call.parts["kind"], (PRODUCT0, PRODUCT1))]
     for rank in range(len(call.ranks)):
         mine = gemms[gemms["rank"] == rank]
         mine = mine[mine["expert"] < call.ranks[rank].received.shape[1]]
@@ -56,7 +56,8 @@ def replay(call: CallTrace, expert_bytes: Mapping[int, int], cache: int) -> dict
             asked[kind] += of_part
             read[kind] += of_memory
     return {
-        kind_name(kind): Weights(once[kind], asked[kind], read[kind]) for kind in (GEMM0, GEMM1)
+        kind_name(kind): Weights(once[kind], asked[kind], read[kind])
+        for kind in (PRODUCT0, PRODUCT1)
     }
 
 
@@ -64,7 +65,7 @@ def _replay_rank(
     parts: Parts, expert_bytes: Mapping[int, int], cache: int
 ) -> Iterator[tuple[int, int, int]]:
     """(kind, bytes asked for, bytes read) of each part of a rank."""
-    cuts = {kind: _cuts(parts[parts["kind"] == kind]) for kind in (GEMM0, GEMM1)}
+    cuts = {kind: _cuts(parts[parts["kind"] == kind]) for kind in (PRODUCT0, PRODUCT1)}
     finest = {kind: max(of_tile.values(), default=1) for kind, of_tile in cuts.items()}
     held: OrderedDict[Block, int] = OrderedDict()  # the one used longest ago first
     free = cache

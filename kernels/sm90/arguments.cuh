@@ -25,11 +25,11 @@ inline constexpr u32 kIntermediateBoxes = boxes_from(Geometry::kSegmentAlign);
 /// accumulators.cuh). A box of more than one group of rows reads whole groups, so only one group at
 /// a time may reach beyond a matrix; layers none of whose parts do have larger ones.
 inline constexpr u32 kWeightBoxRows =
-    kWholeParts ? minimum(128U, gemm0_columns(kTileColumns)) : kOrderedRows;
-inline constexpr u32 kNarrowBoxRows = minimum(kWeightBoxRows, gemm0_columns(kNarrowColumns));
-static_assert(gemm0_columns(kTileColumns) % kWeightBoxRows == 0 &&
+    kWholeParts ? minimum(128U, product0_columns(kTileColumns)) : kOrderedRows;
+inline constexpr u32 kNarrowBoxRows = minimum(kWeightBoxRows, product0_columns(kNarrowColumns));
+static_assert(product0_columns(kTileColumns) % kWeightBoxRows == 0 &&
               kNarrowColumns % kWeightBoxRows == 0 &&
-              gemm0_columns(kNarrowColumns) % kNarrowBoxRows == 0);
+              product0_columns(kNarrowColumns) % kNarrowBoxRows == 0);
 
 /// Element types of the weights that a caller may give with its routing.
 enum class WeightType : u32 { float32 = 0, bfloat16 = 1, float16 = 2 };

@@ -96,7 +96,7 @@ static_assert(kGeometry.narrow_rows == (kGradients ? 0 : kNarrowRows));
 
 /// Columns of a product's result in one part. Of the first product's, a gated part computes two: a
 /// gate and an up column.
-constexpr u32 gemm0_columns(u32 tile_columns) {
+constexpr u32 product0_columns(u32 tile_columns) {
   return kShape.gated() ? tile_columns / 2 : tile_columns;
 }
 /// Whether Route makes the rows that are sent (sent_rows.cuh).
@@ -127,16 +127,16 @@ static_assert(kGeometry.shares() == kShares);
 
 /// Whether every part has all the columns of a tile. Where there are more, and no multiple, the
 /// last part begins amid the one before, and both store the same there.
-constexpr bool fills_parts(u32 values) { return values >= gemm0_columns(kTileColumns); }
+constexpr bool fills_parts(u32 values) { return values >= product0_columns(kTileColumns); }
 /// In a call of gradients none begins amid another.
 inline constexpr bool kWholeParts =
     kGradients ? kShape.hidden % kTileColumns == 0
                : kShape.hidden >= kTileColumns && fills_parts(kShape.intermediate) &&
                      (!kShares || fills_parts(kShape.shared_intermediate));
 inline constexpr bool kPartsOverlap =
-    kWholeParts &&
-    (kShape.hidden % kTileColumns != 0 || kShape.intermediate % gemm0_columns(kTileColumns) != 0 ||
-     (kShares && kShape.shared_intermediate % gemm0_columns(kTileColumns) != 0));
+    kWholeParts && (kShape.hidden % kTileColumns != 0 ||
+                    kShape.intermediate % product0_columns(kTileColumns) != 0 ||
+                    (kShares && kShape.shared_intermediate % product0_columns(kTileColumns) != 0));
 /// The first of a part's `columns` columns, out of `all`.
 constexpr u32 first_column(u32 part, u32 columns, u32 all) {
   return kPartsOverlap ? minimum(part * columns, all - columns) : part * columns;

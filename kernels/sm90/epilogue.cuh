@@ -26,7 +26,7 @@ inline void start_accumulators(float (&d)[kRegisters], const RankArguments& argu
   const bool biased =
       kBias && !is_shared(task) && !(is_coded(task) && kFormat == WeightFormat::fp8_channel);
   const u32 columns = first_product ? kShape.intermediate : kShape.hidden;
-  const u32 first = first_column(part, first_product ? gemm0_columns(kTile) : kTile, columns);
+  const u32 first = first_column(part, first_product ? product0_columns(kTile) : kTile, columns);
   const u64 row = u64{task.local_expert} * (first_product ? kShape.w1_rows() : kShape.hidden);
   const u32 second_half = gated ? kShape.intermediate : kTile / 2;
 #pragma unroll
@@ -86,7 +86,7 @@ inline void save_rows(const float (&d)[kRegisters], const RankArguments& argumen
     return;
   }
   constexpr u32 kGroup = kOrderedRows / 2;  // accumulators that are as many columns of two rows
-  constexpr u32 kHalf = gemm0_columns(2 * kRegisters) / 2;  // accumulators of gates, or of ups
+  constexpr u32 kHalf = product0_columns(2 * kRegisters) / 2;  // accumulators of gates, or of ups
   const u32 first = first_column_of(task, part);
 #pragma unroll
   for (u32 lower = 0; lower < 2; ++lower) {
@@ -177,7 +177,7 @@ inline void finish_tile(const float (&d)[kRegisters], const Task& task, const Sl
     store_weights(d, task, slot);
     return;
   }
-  constexpr u32 kColumns = gemm0_columns(kTile);
+  constexpr u32 kColumns = product0_columns(kTile);
   const Product first_product = is_shared(task) ? kSharedFirst : kFirst;
   const u32 first = first_column_of(task, part);
   const auto activated = [&](u32 at) {

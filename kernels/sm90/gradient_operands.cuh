@@ -29,13 +29,13 @@ static_assert(kGeometry.segment_align == Geometry::kSegmentAlign &&
               kWeightLanes + padded_boxes(kTileRows) <= Machine::kLanes);
 static_assert(kValueBoxes + kHalves <= kWeightLanes);
 // What the host has made of the parts' columns.
-static_assert(kGeometry.gemm0_parts == ceil_div(kShape.intermediate, kValueColumns) &&
-              kGeometry.gemm1_parts == ceil_div(kShape.hidden, kTileColumns));
+static_assert(kGeometry.product0_parts == ceil_div(kShape.intermediate, kValueColumns) &&
+              kGeometry.product1_parts == ceil_div(kShape.hidden, kTileColumns));
 
 /// This lane's box of rows: from a cell in a first product, else from kept rows.
 inline Box find_gradient_rows(const GradientArguments& arguments, const Layout& layout,
                               const Task& task, u32 index) {
-  const bool first = task.kind == TaskKind::gemm0;
+  const bool first = task.kind == TaskKind::product0;
   const auto& maps = first ? arguments.gradients.rows : arguments.gradients.d_hidden;
   Box box;
   u32 laid_out = 0;
@@ -99,7 +99,8 @@ inline u32 gradient_steps(const RankArguments& arguments, const Task& task) {
   if (task.padded_rows == 0) {
     return 0;
   }
-  return task.kind == TaskKind::gemm0 ? kHiddenSteps + hidden_steps(arguments, task) : kSecondSteps;
+  return task.kind == TaskKind::product0 ? kHiddenSteps + hidden_steps(arguments, task)
+                                         : kSecondSteps;
 }
 
 /// The load warp, before its first part.
@@ -126,7 +127,7 @@ inline void load_tile(const RankArguments& given, const Layout& layout, const Ta
     fill_stages(Steps{first, end, steps}, (task.padded_rows + weight_rows) * kSwizzleBytes, box,
                 loader, place_at);
   };
-  if (task.kind == TaskKind::gemm0) {
+  if (task.kind == TaskKind::product0) {
     const u32 turn = minimum(steps, kHiddenSteps);
     const Box w2 = find_w2(arguments, task, part, lane);
     fill(0, turn, w2, kValueColumns, [&](u32 step) {

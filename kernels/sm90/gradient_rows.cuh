@@ -36,7 +36,7 @@ inline constexpr u32 kKeptColumns = align_up(kShape.intermediate, kTileDepth);
 inline constexpr u32 kHalves = kShape.gated() ? 2 : 1;
 inline constexpr u32 kDHiddenAt = kKeptColumns * 2;
 inline constexpr u32 kProductsAt = kDHiddenAt + kHalves * kKeptColumns * 2;
-inline constexpr u32 kWeightAt = kProductsAt + kGeometry.gemm0_parts * u32{sizeof(float)};
+inline constexpr u32 kWeightAt = kProductsAt + kGeometry.product0_parts * u32{sizeof(float)};
 inline constexpr u32 kCopiesAt = align_up(kWeightAt + u32{sizeof(float)}, 16U);
 /// Whether x and the gradient of the output are kept, too: a peer may send the next call's rows as
 /// soon as this call's are back. A rank alone sends none before all of this call is over.

@@ -90,7 +90,7 @@ inline float weight_of_row(const GradientArguments& arguments, const Task& task,
 /// Copies a part's share of x and of the gradient of the output to the kept row, by four lanes.
 inline void copy_inputs(const GradientRow& row, u32 part) {
   constexpr u32 kVectors = 2 * kHiddenBytes / sizeof(uint4);
-  constexpr u32 kEach = ceil_div(kVectors, kGeometry.gemm0_parts);
+  constexpr u32 kEach = ceil_div(kVectors, kGeometry.product0_parts);
   const u32 end = minimum(kVectors, (part + 1) * kEach);
   for (u32 i = part * kEach + Machine::lane() % 4; row.there && i < end; i += 4) {
     reinterpret_cast<uint4*>(row.kept + kCopiesAt)[i] = reinterpret_cast<const uint4*>(row.sent)[i];
@@ -249,7 +249,7 @@ inline void keep_derived(float (&d)[kFirstSums], const u32 (&d_values)[kHalfSums
 inline float weight_gradient(const GradientArguments& arguments, const Task& task,
                              const GradientRow& row) {
   float sum = 0.0F;
-  for (u32 part = Machine::lane() % 4; row.there && part < kGeometry.gemm0_parts; part += 4) {
+  for (u32 part = Machine::lane() % 4; row.there && part < kGeometry.product0_parts; part += 4) {
     sum += reinterpret_cast<const float*>(row.kept + kProductsAt)[part];
   }
   if constexpr (kBias) {
@@ -295,7 +295,7 @@ MOEOS_INLINED void compute_tile(const RankArguments& given, const Slot& slot, Re
   const bool rehearses = task.padded_rows == 0;
   if (!rehearses && group * kConsumerRows >= task.padded_rows) {
     skip_tile(gradient_steps(arguments, task), shared, stage, kAsLanded);
-  } else if (task.kind == TaskKind::gemm0) {
+  } else if (task.kind == TaskKind::product0) {
     if constexpr (kSaves) {
       prefetch_saved(arguments, task, word.part());
     }

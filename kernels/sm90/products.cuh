@@ -82,7 +82,7 @@ constexpr u32 weight_rows(const Product& product) {
 }
 /// Columns of a result in one part, of a tile of so many columns.
 constexpr u32 part_columns(const Product& product, u32 tile_columns) {
-  return product.activated ? gemm0_columns(tile_columns) : tile_columns;
+  return product.activated ? product0_columns(tile_columns) : tile_columns;
 }
 /// Parts of one MLP's columns; of a second product, in which all are added up, of all.
 constexpr u32 parts_of_each(const Product& product, u32 tile_columns) {
@@ -93,16 +93,16 @@ constexpr u32 parts_of(const Product& product, u32 tile_columns) {
                            : parts_of_each(product, tile_columns);
 }
 // What the host has made of the same, for a forward call.
-static_assert(kGradients || (kGeometry.gemm0_parts == parts_of(kFirst, kTileColumns) &&
-                             kGeometry.gemm1_parts == parts_of(kSecond, kTileColumns) &&
-                             kGeometry.gemm0_narrow_parts == parts_of(kFirst, kNarrowColumns) &&
-                             kGeometry.gemm1_narrow_parts == parts_of(kSecond, kNarrowColumns)));
+static_assert(kGradients || (kGeometry.product0_parts == parts_of(kFirst, kTileColumns) &&
+                             kGeometry.product1_parts == parts_of(kSecond, kTileColumns) &&
+                             kGeometry.product0_narrow_parts == parts_of(kFirst, kNarrowColumns) &&
+                             kGeometry.product1_narrow_parts == parts_of(kSecond, kNarrowColumns)));
 static_assert(!kShares ||
               (kGeometry.shared0_parts == parts_of(kSharedFirst, kTileColumns) + kGateParts &&
                kGeometry.shared0_narrow_parts ==
                    parts_of(kSharedFirst, kNarrowColumns) + kGateParts &&
-               kGeometry.gemm1_parts == parts_of(kSharedSecond, kTileColumns) &&
-               kGeometry.gemm1_narrow_parts == parts_of(kSharedSecond, kNarrowColumns)));
+               kGeometry.product1_parts == parts_of(kSharedSecond, kTileColumns) &&
+               kGeometry.product1_narrow_parts == parts_of(kSharedSecond, kNarrowColumns)));
 
 // --- A part of a task's product ---
 

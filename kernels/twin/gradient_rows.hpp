@@ -39,7 +39,7 @@ struct GradientRows {
         w1_rows(shape.w1_rows()),
         top_k(geometry.top_k),
         choices(geometry.choices()),
-        parts(geometry.gemm0_parts),
+        parts(geometry.product0_parts),
         size(static_cast<u32>(size_of(element))) {}
 
   u32 d_out_at() const { return hidden * size; }

@@ -106,7 +106,7 @@ class GradientKernels {
   /// One N-tile of h and of dA = dY * W2, of which A, dH and a part of <dA, A> are kept.
   void first_product(const Task& task, u32 part) {
     MOEOS_CHECK(task.narrow == 0 && task.from == RowsIn::cells);
-    const u32 width = gemm0_columns(shape_);
+    const u32 width = product0_columns(shape_);
     const u32 first = part * width;
     const u32 columns = minimum(width, shape_.intermediate - first);
     const u32 blocks = shape_.gated() ? 3 : 2;  // gate, up, dA
@@ -299,7 +299,7 @@ class GradientKernels {
 
   /// h of a tile's rows, gate and up, of some columns.
   void make_hidden(const Task& task, u32 first, u32 columns, float* results, u32 stride) {
-    const u32 width = gemm0_columns(shape_);
+    const u32 width = product0_columns(shape_);
     const ConstElements b1(operands_.element, operands_.b1);
     pack_sent(task, 0);
     for (u32 half = 0; half < (shape_.gated() ? 2U : 1U); ++half) {
@@ -318,7 +318,7 @@ class GradientKernels {
 
   /// Some columns of a row of the tile: keeps its activated values and the gradients before them.
   void derive(const Task& task, u32 row, u32 part, float* results, u32 first, u32 columns) {
-    const u32 width = gemm0_columns(shape_);
+    const u32 width = product0_columns(shape_);
     float* gates = results;
     float* ups = results + width;
     float* values = shape_.gated() ? ups + width : ups;  // their gradients, until they are made

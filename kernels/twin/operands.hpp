@@ -67,14 +67,14 @@ inline constexpr u32 kPlainColumns = 256;
 /// The same for narrow tiles: few, so that small layers have several such parts.
 inline constexpr u32 kNarrowColumns = 16;
 
-constexpr u32 gemm0_columns(const LayerShape& shape) {
+constexpr u32 product0_columns(const LayerShape& shape) {
   return shape.gated() ? kGatedColumns : kPlainColumns;
 }
 /// A part makes whole groups of codes.
-constexpr u32 gemm0_narrow_columns(const LayerShape& shape) {
+constexpr u32 product0_narrow_columns(const LayerShape& shape) {
   return shape.codes_rows() ? kHiddenGroup : kNarrowColumns;
 }
-constexpr u32 gemm1_narrow_columns(const LayerShape& shape) {
+constexpr u32 product1_narrow_columns(const LayerShape& shape) {
   return shape.codes_results() ? kResultGroup : kNarrowColumns;
 }
 static_assert(kGatedColumns % kHiddenGroup == 0 && kPlainColumns % kHiddenGroup == 0 &&

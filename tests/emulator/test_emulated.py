@@ -499,7 +499,7 @@ def with_faults(plan: FaultPlan, library: Path, ends_well: bool) -> None:
 def test_the_kernel_with_faults_is_late_or_stands_still_as_it_is_told(tmp_path: Path) -> None:
     layer = LAYERS["two ranks, odd sizes, biases"]
     library = build(layer.cfg, layer.ranks, layer.processors, tmp_path, faults=True)
-    stalled = Fault(kind="stall", rank=1, call=2, stage="gemm1")
+    stalled = Fault(kind="stall", rank=1, call=2, stage="product1")
     with_faults(FaultPlan(faults=(stalled,)), library, ends_well=False)
     late = FaultPlan(
         faults=(Fault(kind="delay", rank=1, call=2, stage="dispatch", seconds=DEADLINE_NS / 10e9),),

@@ -64,7 +64,7 @@ LAYERS: dict[str, MoEConfig] = {"large": LARGE, **OTHERS, "late": SMALL, "killed
 """In the order in which they are made. The last two have the kernel with faults, and share it."""
 LATE, LAST = len(LAYERS) - 2, len(LAYERS) - 1
 
-_STAGES = ("start", "route", "dispatch", "replicate", "gemm0", "gemm1", "combine")
+_STAGES = ("start", "route", "dispatch", "replicate", "product0", "product1", "combine")
 
 PLAN = FaultPlan(
     faults=(
@@ -79,7 +79,7 @@ PLAN = FaultPlan(
             )
             for number in range(24)
         ),
-        Fault(kind="kill", rank=KILLED, call=KILLED_IN, stage="gemm0", layer=LAST),
+        Fault(kind="kill", rank=KILLED, call=KILLED_IN, stage="product0", layer=LAST),
     ),
     slow_processors=(SlowProcessor(rank=0, processor=3, seconds=1e-5, factor=2.0, layer=LATE),),
     slow_links=(SlowLink(rank=1, peer=0, seconds=2e-5, bytes_per_second=20e9, layer=LATE),),

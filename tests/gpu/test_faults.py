@@ -150,7 +150,7 @@ def test_results_are_right_beside_a_delay_within_the_deadline(case: Case, stage:
 
 @ways
 def test_a_delay_beyond_the_deadline_is_named(case: Case) -> None:
-    late = Fault(kind="delay", rank=CULPRIT, call=1, stage="gemm0", seconds=60.0)
+    late = Fault(kind="delay", rank=CULPRIT, call=1, stage="product0", seconds=60.0)
     run(
         case,
         FaultPlan(faults=(late,)),
@@ -201,7 +201,7 @@ def test_a_rank_that_starts_late_holds_up_the_others() -> None:
 
 
 def test_a_replayed_graph_is_late_in_the_call_that_the_plan_names() -> None:
-    late = Fault(kind="delay", rank=0, call=3, stage="gemm1", seconds=0.3)
+    late = Fault(kind="delay", rank=0, call=3, stage="product1", seconds=0.3)
 
     def replays(world: World, layer: RankLayer) -> None:
         call = call_of(ONE_RANK, 0)

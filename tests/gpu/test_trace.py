@@ -99,7 +99,7 @@ def test_every_part_is_there_once_and_its_moments_are_in_order(case: Case) -> No
     for part in call.parts:
         there = [int(part[moment]) for moment in MOMENTS if part[moment] != NONE]
         assert there == sorted(there), part
-        if TASK_KINDS[part["kind"]] in ("gemm0", "gemm1"):
+        if TASK_KINDS[part["kind"]] in ("product0", "product1"):
             assert len(there) == len(MOMENTS), part
     steps = {int(kind) for kind in call.steps["kind"]}
     assert steps == set(range(len(TASK_KINDS), len(TASK_KINDS) + len(OS_ACTORS)))
@@ -110,7 +110,7 @@ def test_no_part_begins_before_its_cause_and_viewers_can_show_the_call(case: Cas
     call = CallTrace.of(traces_of(run(case, ROOM)))
     found = causes.find(call)
     kinds = numpy.array(TASK_KINDS)[call.parts["kind"]]
-    products = numpy.isin(kinds, ["gemm0", "gemm1"])
+    products = numpy.isin(kinds, ["product0", "product1"])
     assert (found.part[kinds != "route"] != NONE).all()
     waits = call.parts["claimed"] - found.since(call.parts)
     assert (waits[products] >= 0).all()

@@ -111,7 +111,7 @@ def test_a_call_without_tokens_has_no_rows_to_tell_of(way: dict[str, Any]) -> No
         assert stats["first_tile_after"] is None
         assert all(counts > 0 for counts in stats["counts_after"])
         assert stats["rows_after"] == stats["results_after"] == [None] * RANKS
-        assert stats["busy_seconds_by_task"]["gemm0"] == 0
+        assert stats["busy_seconds_by_task"]["product0"] == 0
         assert stats["rows_before_counts"] == [0] * RANKS
 
 
@@ -133,7 +133,7 @@ def test_a_rank_that_starts_late_is_the_one_that_is_waited_for(way: dict[str, An
 
 
 def test_of_a_call_that_fails_nothing_is_said_to_have_ended() -> None:
-    stalled = Fault(kind="stall", rank=1, call=1, stage="gemm0")
+    stalled = Fault(kind="stall", rank=1, call=1, stage="product0")
 
     def rank_main(world: World) -> tuple[dict[str, Any], dict[str, Any]]:
         layer = WEIGHTS.layer(world)
@@ -162,11 +162,11 @@ def test_records_are_read_as_the_device_writes_them() -> None:
     received = [[1, 2, 0], [5, 6, 0]]  # the last place has no expert
     stats = counters.read(0, tallies, 1, record, peer_records, [3, 4], received, 2, 100, 200)
     # Words 0 to 5 of the processor's tally and 32 to 37 of its courier's, in the order of TaskKind.
-    kinds = ("route", "combine", "gemm1", "gemm0", "dispatch", "replicate")
+    kinds = ("route", "combine", "product1", "product0", "dispatch", "replicate")
     assert stats.tasks == {kind: 2 * word + 32 for word, kind in enumerate(kinds)}
     assert (stats.row_bytes_to_peers, stats.count_bytes_to_peers) == (6 + 38, 7 + 39)
     assert (stats.flag_bytes_to_peers, stats.padding_rows, stats.drops) == (8 + 40, 9 + 41, 10 + 42)
-    assert stats.busy_seconds_by_task["gemm1"] == pytest.approx((13 + 45) / 1e9)
+    assert stats.busy_seconds_by_task["product1"] == pytest.approx((13 + 45) / 1e9)
     assert stats.busy_seconds == pytest.approx(sum(range(11, 17)) / 1e9)
     assert (stats.tokens, stats.sweeps, stats.waiting_most) == (5, 7, 8)
     assert (stats.seconds, stats.first_tile_after) == pytest.approx((8e-5, 4e-6))

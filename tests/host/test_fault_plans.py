@@ -18,7 +18,7 @@ from tests.layers import config, draw_weights
 
 
 def plan(kind: Kind) -> FaultPlan:
-    return FaultPlan(faults=(Fault(kind=kind, rank=1, call=3, stage="gemm0"),))
+    return FaultPlan(faults=(Fault(kind=kind, rank=1, call=3, stage="product0"),))
 
 
 GOOD = """
@@ -27,7 +27,7 @@ seed = 11
 kind = "delay"
 rank = 1
 call = 3
-stage = "gemm0"
+stage = "product0"
 seconds = 0.25
 [[fault]]
 kind = "kill"
@@ -61,7 +61,7 @@ def test_a_plan_is_read_from_a_file_and_its_samples_beside_it(tmp_path: Path) ->
     assert FaultPlan.from_toml(file) == FaultPlan(
         seed=11,
         faults=(
-            Fault(kind="delay", rank=1, call=3, stage="gemm0", seconds=0.25),
+            Fault(kind="delay", rank=1, call=3, stage="product0", seconds=0.25),
             Fault(kind="kill", rank=0, call=9, stage="start", layer=2),
         ),
         slow_processors=(SlowProcessor(rank=0, processor=2, factor=1.5),),
@@ -73,10 +73,10 @@ def test_a_plan_is_read_from_a_file_and_its_samples_beside_it(tmp_path: Path) ->
     )
 
 
-FAULT = {"kind": "stall", "rank": 1, "call": 2, "stage": "gemm0"}
+FAULT = {"kind": "stall", "rank": 1, "call": 2, "stage": "product0"}
 DELAY = {"distribution": "constant", "seconds": 1.0}
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {
-    "stage": ("fault", {**FAULT, "stage": "gem0"}, "stage is 'gem0'; .* nearest is 'gemm0'"),
+    "stage": ("fault", {**FAULT, "stage": "prod0"}, "stage is 'prod0'; .* nearest is 'product0'"),
     "kind": ("fault", {**FAULT, "kind": "stal"}, "kind is 'stal'; .* nearest is 'stall'"),
     "key": ("fault", {**FAULT, "stages": 1}, "unknown key 'stages'; .* nearest is 'stage'"),
     "missing": ("fault", {"kind": "stall"}, "missing key rank"),

@@ -55,8 +55,8 @@ OWED = {
     "dispatch": "call 3 .* rows from chunk 0 on: .* at least 0 have arrived",
     # Rows of quicker ranks may have landed before a lone processor has routed its own tokens.
     "replicate": "call 3 .* results of chunk|call 3 .* its row count",
-    "gemm0": "call 3 .* results of chunk",
-    "gemm1": "call 3 .* results of chunk",
+    "product0": "call 3 .* results of chunk",
+    "product1": "call 3 .* results of chunk",
     # A processor that holds a Combine computes nothing; or the others have all that they need.
     "combine": "call 3 .* results of chunk|call 4 .* its row count",
 }
@@ -74,8 +74,8 @@ IN_EVERY_RUN = (
     ("route", "mixed"),
     ("dispatch", "remote"),
     ("replicate", "mixed"),
-    ("gemm0", "mixed"),
-    ("gemm1", "one-thread"),
+    ("product0", "mixed"),
+    ("product1", "one-thread"),
     ("combine", "remote"),
 )
 at_stages = pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_a_rank_without_tokens_that_stands_still_is_named(way: Way) -> None:
 
 
 @pytest.mark.parametrize("way", [WAYS["one-thread"], WAYS["mixed"]], ids=["direct", "mixed"])
-@pytest.mark.parametrize("stage", ["start", "dispatch", "gemm1"])
+@pytest.mark.parametrize("stage", ["start", "dispatch", "product1"])
 def test_a_delay_beyond_the_deadline_is_named_and_a_reset_forgets_it(stage: str, way: Way) -> None:
     def rank_main(world: World) -> str:
         layer = WEIGHTS.layer(world)
@@ -276,7 +276,7 @@ def test_a_fault_is_of_the_layer_that_it_names() -> None:
         layers = [WEIGHTS.layer(world) for _ in range(3)]
         return [right_call(world, layer) for layer in layers]
 
-    held = plan("delay", "gemm0", call=1, seconds=0.3, layer=1)
+    held = plan("delay", "product0", call=1, seconds=0.3, layer=1)
     results = virtual.run(rank_main, RANKS, deadline=10.0, faults=held)
     assert results[CULPRIT][1] >= 0.3
     told = [LayerFaults(held, CULPRIT, layer, 1, pinned=False).packed() for layer in range(3)]
@@ -430,9 +430,9 @@ def test_a_rank_that_starts_late_holds_up_the_others_and_is_named_beyond_the_dea
 
 @pytest.mark.parametrize(
     ("stage", "way"),
-    [(stage, WAYS["one-thread"]) for stage in ("start", "gemm0", "combine")]
+    [(stage, WAYS["one-thread"]) for stage in ("start", "product0", "combine")]
     + [("dispatch", WAYS["remote"])],
-    ids=["start", "gemm0", "combine", "dispatch-remote"],
+    ids=["start", "product0", "combine", "dispatch-remote"],
 )
 def test_a_process_that_is_killed_at_a_stage_is_named_by_the_others(stage: str, way: Way) -> None:
     port = free_port()
@@ -475,7 +475,7 @@ def test_a_started_program_takes_its_plan_from_the_environment(
     launch: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "faults.toml"
-    file.write_text('[[fault]]\nkind = "stall"\nrank = 1\ncall = 2\nstage = "gemm0"\n')
+    file.write_text('[[fault]]\nkind = "stall"\nrank = 1\ncall = 2\nstage = "product0"\n')
     monkeypatch.setenv("MOEOS_FAULTS", str(file))
     ended = launch(2, PROGRAM)
     said = re.findall(r"\[(\d): ([^]]*)\]", ended.stdout)

@@ -19,7 +19,7 @@ RANKS = 3
 
 @pytest.mark.parametrize(
     ("stage", "victim"),
-    [("start", 0), ("dispatch", 2), ("gemm0", 0), ("gemm1", 2), ("combine", 1)],
+    [("start", 0), ("dispatch", 2), ("product0", 0), ("product1", 2), ("combine", 1)],
 )
 def test_a_process_that_is_killed_in_backward_is_named_by_the_others(
     stage: Stage, victim: int

@@ -791,7 +791,7 @@ def test_ranks_that_go_different_ways_are_told_so() -> None:
 def test_a_rank_that_stands_still_in_backward_is_named() -> None:
     cfg = config()
     weights = draw_weights(cfg)
-    plan = FaultPlan(faults=(Fault(kind="stall", rank=1, call=2, stage="gemm0"),))
+    plan = FaultPlan(faults=(Fault(kind="stall", rank=1, call=2, stage="product0"),))
 
     def rank_main(world: World) -> str:
         layer = weights.layer(world).requires_grad_()

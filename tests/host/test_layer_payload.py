@@ -236,7 +236,7 @@ def test_flag_bytes_are_a_word_for_each_chunk_credit_and_origin(traffic: Results
             if all(pairs <= TILE_ROWS - RANKS * SEGMENT_ALIGN for pairs in own["expert_pairs"]):
                 assert own["flag_bytes_to_peers"] == word * (chunks + credits_ + origins)
             else:  # a tile that ends inside of a chunk splits that chunk's credit
-                tiles = own["tasks"]["gemm1"] // -(-asked.cfg.hidden // 256)
+                tiles = own["tasks"]["product1"] // -(-asked.cfg.hidden // 256)
                 extra = own["flag_bytes_to_peers"] // word - chunks - credits_ - origins
                 assert 0 <= extra <= tiles
             assert own["flag_bytes_to_peers"] % word == 0
@@ -268,11 +268,11 @@ def test_tasks_cover_the_tokens_the_chunks_and_the_tiles(traffic: Results) -> No
             # Of those who sent a row, and, a block a part, of those who sent nothing.
             fewest = -(-sum(own["pairs_sent"]) // (cfg.top_k * COMBINE_TOKENS))
             assert fewest <= tasks["combine"] <= asked.tokens[rank] + blocks
-            gemm0_parts = -(-cfg.intermediate // (128 if cfg.gated else 256))
-            gemm1_parts = -(-cfg.hidden // 256)
-            assert tasks["gemm1"] % gemm1_parts == 0
-            tiles = tasks["gemm1"] // gemm1_parts
-            assert tasks["gemm0"] == tiles * gemm0_parts
+            product0_parts = -(-cfg.intermediate // (128 if cfg.gated else 256))
+            product1_parts = -(-cfg.hidden // 256)
+            assert tasks["product1"] % product1_parts == 0
+            tiles = tasks["product1"] // product1_parts
+            assert tasks["product0"] == tiles * product0_parts
             assert tiles >= sum(-(-pairs // TILE_ROWS) for pairs in own["expert_pairs"])
             arrivals = sum(asked.credits_least(peer, rank) for peer in range(RANKS))
             assert tiles <= arrivals  # never more often than something arrived for an expert
@@ -282,7 +282,7 @@ def test_padding_is_below_eight_rows_for_each_segment(traffic: Results) -> None:
     for asked, stats in traffic:
         for rank, own in enumerate(stats):
             arrivals = sum(asked.credits_least(peer, rank) for peer in range(RANKS))
-            tiles = own["tasks"]["gemm1"] // -(-asked.cfg.hidden // 256)
+            tiles = own["tasks"]["product1"] // -(-asked.cfg.hidden // 256)
             assert own["padding_rows"] <= (SEGMENT_ALIGN - 1) * (arrivals + tiles)
             assert (own["padding_rows"] + sum(own["pairs_received"])) % SEGMENT_ALIGN == 0
 
@@ -314,8 +314,8 @@ def test_rows_that_arrive_together_make_one_tile_for_each_expert(rows: int) -> N
     call = Call(draw_call(cfg, rows, 0).x, ids, torch.ones(rows, 1))
     [(_, [stats])] = run(weights, [[call]], WAYS["one-thread"])
     used = ids.unique(return_counts=True)[1].tolist()
-    assert stats["tasks"]["gemm0"] == len(used)
-    assert stats["tasks"]["gemm1"] == 2 * len(used)
+    assert stats["tasks"]["product0"] == len(used)
+    assert stats["tasks"]["product1"] == 2 * len(used)
     assert stats["padding_rows"] == sum(-pairs % SEGMENT_ALIGN for pairs in used)
     assert stats["bytes_to_peers"] == 0
 
@@ -333,8 +333,8 @@ def test_one_source_and_one_expert_fill_whole_tiles() -> None:
     assert stats[0]["flag_bytes_to_peers"] == 4 * 19  # chunks
     assert stats[1]["flag_bytes_to_peers"] == 4 * 19  # credits
     assert stats[1]["padding_rows"] == 0
-    assert 5 <= stats[1]["tasks"]["gemm1"] <= 19
-    assert stats[0]["tasks"]["gemm1"] == 0
+    assert 5 <= stats[1]["tasks"]["product1"] <= 19
+    assert stats[0]["tasks"]["product1"] == 0
 
 
 @pytest.mark.parametrize("remote", [False, True], ids=["direct", "remote"])

@@ -52,7 +52,7 @@ def test_metrics_are_sums_over_calls_and_say_the_last() -> None:
             total = sum(stats[field][peer] for stats in said)
             assert found[f"moeos_{name}_total", str(peer)] == total
     assert found["moeos_row_bytes_total", "0"] > 0
-    for kind in ("route", "gemm0", "combine"):
+    for kind in ("route", "product0", "combine"):
         assert found["moeos_tasks_total", kind] == sum(stats["tasks"][kind] for stats in said)
     assert found["moeos_waiting_parts", ""] == said[-1]["waiting_most"]
     assert found["moeos_busy_share", ""] == pytest.approx(said[-1]["busy_share"])

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from moeos import TwinOptions, World, drawing, virtual
 from moeos.timeline import causes, chrome, files, picture, summary, weights
-from moeos.timeline.call import GEMM0, GEMM1, NONE, CallTrace, phases, work_time
+from moeos.timeline.call import PRODUCT0, PRODUCT1, NONE, CallTrace, phases, work_time
 from moeos.timeline.weights import Weights
 from moeos.tracing import EVENT, KINDS, OS_ACTORS, TASK_KINDS, RankTrace
 from tests.host import chrome_format
@@ -22,7 +22,7 @@ from tests.layers import config, draw_given_call, draw_weights
 
 NOBODY = 0xFFFFFFFF
 CHUNK_ROWS = 32
-CHAIN = ["combine", "gemm1", "gemm0", "dispatch", "route"]
+CHAIN = ["combine", "product1", "product0", "dispatch", "route"]
 
 
 def event(kind: str, begin: int, end: int, **fields: int) -> Any:
@@ -78,13 +78,13 @@ def lone_rank(dispatched: tuple[int, int]) -> CallTrace:
                     for chunk, end in enumerate(dispatched)
                 ],
                 [
-                    event("gemm0", 100, 110, expert=0, place=0, rows=32),
-                    event("gemm0", 110, 119, expert=0, place=1, rows=8),
-                    event("gemm0", 120, 130, expert=1, place=2, rows=24, part=0),
-                    event("gemm0", 130, 141, expert=1, place=2, rows=24, part=1),
-                    event("gemm1", 150, 190, expert=0, place=0, rows=32),  # after the others
-                    event("gemm1", 162, 175, expert=0, place=1, rows=8),
-                    event("gemm1", 176, 180, expert=1, place=2, rows=24),
+                    event("product0", 100, 110, expert=0, place=0, rows=32),
+                    event("product0", 110, 119, expert=0, place=1, rows=8),
+                    event("product0", 120, 130, expert=1, place=2, rows=24, part=0),
+                    event("product0", 130, 141, expert=1, place=2, rows=24, part=1),
+                    event("product1", 150, 190, expert=0, place=0, rows=32),  # after the others
+                    event("product1", 162, 175, expert=0, place=1, rows=8),
+                    event("product1", 176, 180, expert=1, place=2, rows=24),
                 ],
                 [
                     event("combine", 200, 210, place=0, rows=8),
@@ -104,16 +104,16 @@ def test_causes_follow_from_rows_tiles_and_chunks() -> None:
         (0, "route", 0, 1): None,
         (0, "dispatch", 0, 0): (0, "route", 0, 1),
         (0, "dispatch", 1, 1): (0, "route", 0, 1),
-        (0, "gemm0", 0, 0): (0, "dispatch", 0, 0),  # its 32 rows are chunk 0
-        (0, "gemm0", 1, 0): (0, "dispatch", 1, 1),  # rows 32 to 39
-        (0, "gemm0", 2, 0): (0, "dispatch", 1, 1),
-        (0, "gemm0", 2, 1): (0, "dispatch", 1, 1),
-        (0, "gemm1", 0, 0): (0, "gemm0", 0, 0),
-        (0, "gemm1", 1, 0): (0, "gemm0", 1, 0),
-        (0, "gemm1", 2, 0): (0, "gemm0", 2, 1),  # the tile's last part
-        (0, "combine", 0, 0): (0, "gemm1", 0, 0),  # visible before the step from 195 to 199
-        (0, "combine", 8, 0): (0, "gemm1", 0, 0),  # before the next place was claimed
-        (0, "combine", 11, 0): (0, "gemm1", 0, 0),
+        (0, "product0", 0, 0): (0, "dispatch", 0, 0),  # its 32 rows are chunk 0
+        (0, "product0", 1, 0): (0, "dispatch", 1, 1),  # rows 32 to 39
+        (0, "product0", 2, 0): (0, "dispatch", 1, 1),
+        (0, "product0", 2, 1): (0, "dispatch", 1, 1),
+        (0, "product1", 0, 0): (0, "product0", 0, 0),
+        (0, "product1", 1, 0): (0, "product0", 1, 0),
+        (0, "product1", 2, 0): (0, "product0", 2, 1),  # the tile's last part
+        (0, "combine", 0, 0): (0, "product1", 0, 0),  # visible before the step from 195 to 199
+        (0, "combine", 8, 0): (0, "product1", 0, 0),  # before the next place was claimed
+        (0, "combine", 11, 0): (0, "product1", 0, 0),
         (0, "combine", NONE, 3): (0, "route", 0, 1),  # tokens without rows
     }
 
@@ -126,8 +126,8 @@ def test_tiles_of_tokens_that_are_read_in_place_wait_for_route() -> None:
                 [[1, 1]],
                 [event("route", 0, 10), event("route", 0, 30, part=1)],
                 [
-                    event("gemm0", 25, 40, expert=0, place=0, rows=1, awaited=1),
-                    event("gemm0", 41, 50, expert=1, place=1, rows=1, awaited=1),
+                    event("product0", 25, 40, expert=0, place=0, rows=1, awaited=1),
+                    event("product0", 41, 50, expert=1, place=1, rows=1, awaited=1),
                 ],
             )
         ]
@@ -135,8 +135,8 @@ def test_tiles_of_tokens_that_are_read_in_place_wait_for_route() -> None:
     assert caused(call) == {
         (0, "route", 0, 0): None,
         (0, "route", 0, 1): None,
-        (0, "gemm0", 0, 0): (0, "route", 0, 1),
-        (0, "gemm0", 1, 0): (0, "route", 0, 1),
+        (0, "product0", 0, 0): (0, "route", 0, 1),
+        (0, "product0", 1, 0): (0, "route", 0, 1),
     }
     assert causes.find(call).certain.all()
 
@@ -146,17 +146,17 @@ def test_a_part_of_dispatch_may_send_several_chunks() -> None:
     parts = [
         event("dispatch", 11, 30, peer=0, place=0, rows=1),
         event("dispatch", 11, 20, peer=0, place=1, rows=3, carried=96),
-        event("gemm0", 40, 50, expert=0, place=0, rows=32),
-        event("gemm0", 50, 60, expert=1, place=1, rows=96),
+        event("product0", 40, 50, expert=0, place=0, rows=32),
+        event("product0", 50, 60, expert=1, place=1, rows=96),
     ]
     call = CallTrace.of([rank_trace(0, [[32, 96]], parts)])
     found = caused(call)
     # The chunks of the second part have arrived when the first one's has.
-    assert found[0, "gemm0", 1, 0] == (0, "dispatch", 0, 0)
+    assert found[0, "product0", 1, 0] == (0, "dispatch", 0, 0)
     parts[0] = event("dispatch", 11, 15, peer=0, place=0, rows=1)
     found = caused(CallTrace.of([rank_trace(0, [[32, 96]], parts)]))
-    assert found[0, "gemm0", 0, 0] == (0, "dispatch", 0, 0)
-    assert found[0, "gemm0", 1, 0] == (0, "dispatch", 1, 0)
+    assert found[0, "product0", 0, 0] == (0, "dispatch", 0, 0)
+    assert found[0, "product0", 1, 0] == (0, "dispatch", 1, 0)
     of = chrome.arguments(call, call.parts[call.parts["place"] == 1][0])
     chunks = {"peer": 0, "chunk": 1, "chunks": 3, "first_expert": 1, "last_expert": 1}
     assert of == {**chunks, "rows": 96}
@@ -169,11 +169,11 @@ def test_a_tile_whose_processor_waited_had_what_was_here_when_it_was_claimed(
     products = [
         event("dispatch", 5, 20, peer=0, place=0, rows=1, carried=32),
         event("dispatch", 5, 40, peer=0, place=1, rows=1, carried=32),
-        event("gemm0", 30, 60, expert=0, place=0, rows=2 * CHUNK_ROWS, awaited=awaited),
+        event("product0", 30, 60, expert=0, place=0, rows=2 * CHUNK_ROWS, awaited=awaited),
     ]
     call = CallTrace.of([rank_trace(0, [[2 * CHUNK_ROWS]], products)])
-    [index] = numpy.flatnonzero(call.parts["kind"] == TASK_KINDS.index("gemm0"))
-    assert caused(call)[0, "gemm0", 0, 0] == (0, "dispatch", chunk, 0)
+    [index] = numpy.flatnonzero(call.parts["kind"] == TASK_KINDS.index("product0"))
+    assert caused(call)[0, "product0", 0, 0] == (0, "dispatch", chunk, 0)
     assert causes.find(call).certain[index] == certain
 
 
@@ -189,11 +189,11 @@ def combining(
     at place 0 is a subscriber's, the other one of the first.
     """
     products = [
-        *(event("gemm0", 3, 9, expert=tile, place=tile, rows=8) for tile in range(3)),
-        event("gemm1", 10, 40, expert=0, place=0, rows=8),
-        event("gemm1", 10, 60, expert=1, place=1, rows=8),
-        event("gemm1", 10, 70, expert=2, place=2, rows=8, part=0),
-        event("gemm1", 10, 80, expert=2, place=2, rows=8, part=1),
+        *(event("product0", 3, 9, expert=tile, place=tile, rows=8) for tile in range(3)),
+        event("product1", 10, 40, expert=0, place=0, rows=8),
+        event("product1", 10, 60, expert=1, place=1, rows=8),
+        event("product1", 10, 70, expert=2, place=2, rows=8, part=0),
+        event("product1", 10, 80, expert=2, place=2, rows=8, part=1),
     ]
     own = [
         event("combine", 2, unsent, place=NOBODY, rows=1, part=block),
@@ -219,22 +219,22 @@ def combined_after(call: CallTrace, place: int) -> tuple[tuple[Any, ...] | None,
 @pytest.mark.parametrize(
     ("call", "place", "cause", "certain"),
     [
-        (combining((45, 50), (82, 90)), 0, ("gemm1", 2, 1), False),
-        (combining((45, 50), (79, 90)), 0, ("gemm1", 0, 0), False),  # not visible yet
-        (combining((45, 50), (82, 101)), 0, ("gemm1", 0, 0), False),  # ends behind the claim
-        (combining((45, 50), (82, 101)), 8, ("gemm1", 2, 1), False),
-        (combining((65, 70)), 0, ("gemm1", 0, 0), False),  # at 60 nothing of ours was done
-        (combining((39, 41)), 0, ("gemm1", 0, 0), False),  # the first: at least that
-        (combining((45, 110)), 0, ("gemm1", 0, 0), False),  # posted before the step ended
-        (combining((45, 50), (82, 90), claimed=170), 0, ("gemm1", 2, 1), False),
-        (combining((45, 50), (82, 160), claimed=170), 0, ("gemm1", 0, 0), False),  # as place 8
+        (combining((45, 50), (82, 90)), 0, ("product1", 2, 1), False),
+        (combining((45, 50), (79, 90)), 0, ("product1", 0, 0), False),  # not visible yet
+        (combining((45, 50), (82, 101)), 0, ("product1", 0, 0), False),  # ends behind the claim
+        (combining((45, 50), (82, 101)), 8, ("product1", 2, 1), False),
+        (combining((65, 70)), 0, ("product1", 0, 0), False),  # at 60 nothing of ours was done
+        (combining((39, 41)), 0, ("product1", 0, 0), False),  # the first: at least that
+        (combining((45, 110)), 0, ("product1", 0, 0), False),  # posted before the step ended
+        (combining((45, 50), (82, 90), claimed=170), 0, ("product1", 2, 1), False),
+        (combining((45, 50), (82, 160), claimed=170), 0, ("product1", 0, 0), False),  # as place 8
         # Of a subscriber whose steps are not noted: when it was claimed.
-        (combining((45, 50), (82, 101), subscriber=1), 0, ("gemm1", 2, 1), False),
-        (combining((45, 50), (82, 160), claimed=170, subscriber=1), 0, ("gemm1", 2, 1), False),
+        (combining((45, 50), (82, 101), subscriber=1), 0, ("product1", 2, 1), False),
+        (combining((45, 50), (82, 160), claimed=170, subscriber=1), 0, ("product1", 2, 1), False),
         # And of one whose processor waited itself.
-        (combining((45, 50), (82, 160), claimed=170, awaited=1), 0, ("gemm1", 2, 1), False),
-        (combining((45, 50), (82, 90), claimed=79, awaited=1), 0, ("gemm1", 0, 0), False),
-        (combining((45, 50), (82, 90), unsent=79), 0, ("gemm1", 2, 1), False),
+        (combining((45, 50), (82, 160), claimed=170, awaited=1), 0, ("product1", 2, 1), False),
+        (combining((45, 50), (82, 90), claimed=79, awaited=1), 0, ("product1", 0, 0), False),
+        (combining((45, 50), (82, 90), unsent=79), 0, ("product1", 2, 1), False),
         (combining((45, 50), (82, 90), unsent=81), 0, ("combine", NONE, 0), True),
         (combining((45, 50), (82, 90), unsent=81, block=300), 0, ("combine", NONE, 300), True),
     ],
@@ -266,9 +266,9 @@ def sent_once(shift: int = 0) -> CallTrace:
     own = [
         event("route", 0, 10),
         event("dispatch", 11, 65, peer=0, rows=1, carried=20),
-        event("gemm0", 66, 75, expert=0, place=0, rows=50),
-        event("gemm0", 100, 110, expert=0, place=1, rows=40),
-        event("gemm0", 120, 130, expert=1, place=2, rows=26),
+        event("product0", 66, 75, expert=0, place=0, rows=50),
+        event("product0", 100, 110, expert=0, place=1, rows=40),
+        event("product0", 120, 130, expert=1, place=2, rows=26),
     ]
     sending = [
         event("route", 0, 10),
@@ -298,9 +298,9 @@ def test_a_tile_waits_for_the_replicas_of_chunks_that_were_sent_once() -> None:
     call = sent_once()
     found = caused(call)
     # 32 rows of the peer at 60, and 20 own ones, which nobody replicates, at 65.
-    assert found[0, "gemm0", 0, 0] == (0, "dispatch", 0, 0)
-    assert found[0, "gemm0", 1, 0] == (0, "replicate", 1, 0)
-    assert found[0, "gemm0", 2, 0] == (0, "replicate", 1, 0)  # chunk 2 is behind chunk 1
+    assert found[0, "product0", 0, 0] == (0, "dispatch", 0, 0)
+    assert found[0, "product0", 1, 0] == (0, "replicate", 1, 0)
+    assert found[0, "product0", 2, 0] == (0, "replicate", 1, 0)  # chunk 2 is behind chunk 1
     assert causes.find(call).certain.all()
 
 
@@ -313,8 +313,8 @@ def test_a_tile_does_not_wait_for_replicas_of_chunks_that_brought_all_of_their_r
     ranks[0] = dataclasses.replace(ranks[0], events=[own, copying[1:], *others])
     found = caused(CallTrace.of(ranks))
     # 20 own rows are here at 30, the peer's first 32 at 40, and its chunk 1 at 90.
-    assert found[0, "gemm0", 0, 0] == (1, "dispatch", 0, 0)
-    assert found[0, "gemm0", 1, 0] == (0, "replicate", 1, 0)
+    assert found[0, "product0", 0, 0] == (1, "dispatch", 0, 0)
+    assert found[0, "product0", 1, 0] == (0, "replicate", 1, 0)
 
 
 def test_clocks_that_contradict_the_cause_of_a_replica_are_found() -> None:
@@ -327,7 +327,12 @@ def test_viewers_see_a_row_come_and_be_replicated() -> None:
     config = {"hidden": 8, "dtype": "float32"}
     events = chrome_format.check(chrome.document(call, causes.find(call), {"config": config}))
     names = {event["name"] for event in events if event["ph"] == "s"}
-    expected = {"route → dispatch", "dispatch → replicate", "replicate → gemm0", "dispatch → gemm0"}
+    expected = {
+        "route → dispatch",
+        "dispatch → replicate",
+        "replicate → product0",
+        "dispatch → product0",
+    }
     assert names == expected
     [second] = [e for e in events if e["name"] == "replicate" and e["args"]["chunk"] == 2]
     of = {"peer": 1, "chunk": 2, "chunks": 1, "first_expert": 0, "last_expert": 1, "rows": 32}
@@ -361,7 +366,7 @@ def test_replicas_are_made_beside_what_else_a_processor_does() -> None:
 def test_a_chunk_has_arrived_when_those_before_it_have() -> None:
     found = caused(lone_rank((60, 50)))
     assert all(
-        cause == (0, "dispatch", 0, 0) for part, cause in found.items() if part[1] == "gemm0"
+        cause == (0, "dispatch", 0, 0) for part, cause in found.items() if part[1] == "product0"
     )
 
 
@@ -376,10 +381,10 @@ def two_ranks(shift: int = 0) -> CallTrace:
         [event("route", 0, 10)],
         [event("dispatch", 11, 20 + chunk, peer=0, place=chunk, rows=1) for chunk in range(5)],
         [
-            event("gemm0", 30, 40, place=0, expert=0, rows=128),
-            event("gemm0", 500, 510, place=1, expert=0, rows=22),
-            event("gemm1", 60, 70, place=0, expert=0, rows=128),
-            event("gemm1", 530, 540, place=1, expert=0, rows=22),
+            event("product0", 30, 40, place=0, expert=0, rows=128),
+            event("product0", 500, 510, place=1, expert=0, rows=22),
+            event("product1", 60, 70, place=0, expert=0, rows=128),
+            event("product1", 530, 540, place=1, expert=0, rows=22),
             event("combine", 560, 570, rows=130),
         ],
         returns=((550, 555),),
@@ -403,14 +408,14 @@ def test_the_chain_leads_back_to_the_rank_that_was_late() -> None:
     steps = [call.parts[link.part] for link in chain]
     assert [(TASK_KINDS[part["kind"]], part["rank"], part["place"]) for part in steps] == [
         ("combine", 1, 0),
-        ("gemm1", 0, 1),
-        ("gemm0", 0, 1),
+        ("product1", 0, 1),
+        ("product0", 0, 1),
         ("dispatch", 1, 0),
         ("route", 1, 0),
     ]
     assert [link.waited for link in chain] == [60, 20, 30, 10, None]
-    # Rank 0 did nothing between the first tile's Gemm1, which ended at 70, and the second's
-    # Gemm0.
+    # Rank 0 did nothing between the first tile's Product1, which ended at 70, and the second's
+    # Product0.
     assert chain[2].idle == 430
     assert chain[2].busy == 0.0
 
@@ -421,22 +426,22 @@ def test_work_just_before_a_claim_does_not_hide_the_idle_time_before_it() -> Non
         [[130], [0]],
         [event("route", 0, 10)],
         [event("dispatch", 11, 20 + chunk, peer=0, place=chunk, rows=1) for chunk in range(5)],
-        # Both tiles of Gemm1 wait for a Gemm0 of 30 to 40. The first begins a moment earlier.
+        # Both tiles of Product1 wait for a Product0 of 30 to 40. The first begins a moment earlier.
         [
-            event("gemm0", 30, 40, place=0, expert=0, rows=128),
-            event("gemm0", 30, 40, place=1, expert=0, rows=22),
+            event("product0", 30, 40, place=0, expert=0, rows=128),
+            event("product0", 30, 40, place=1, expert=0, rows=22),
         ],
-        [event("gemm1", 1040, 1050, place=0, expert=0, rows=128)],
-        [event("gemm1", 1051, 1060, place=1, expert=0, rows=22)],
+        [event("product1", 1040, 1050, place=0, expert=0, rows=128)],
+        [event("product1", 1051, 1060, place=1, expert=0, rows=22)],
         [event("combine", 1070, 1080, rows=130)],
         returns=((1062, 1065),),
     )
     other = rank_trace(1, [[0], [0]], [event("route", 0, 5)])
     call = CallTrace.of([trace, other])
     chain = summary.chain_of(call, causes.find(call))
-    gemm1 = next(one for one in chain if call.parts[one.part]["kind"] == GEMM1)
-    assert int(call.parts[gemm1.part]["claimed"]) == 1051
-    assert gemm1.idle == 1000
+    product1 = next(one for one in chain if call.parts[one.part]["kind"] == PRODUCT1)
+    assert int(call.parts[product1.part]["claimed"]) == 1051
+    assert product1.idle == 1000
 
 
 def test_a_cause_that_the_events_do_not_determine_is_not_called_certain() -> None:
@@ -450,12 +455,12 @@ def test_a_cause_that_the_events_do_not_determine_is_not_called_certain() -> Non
         for event in chrome_format.check(chrome.document(call, found, {}))
         if event["ph"] == "s"
     }
-    assert names == {"route → dispatch", "dispatch → gemm0", "gemm0 → gemm1"}
+    assert names == {"route → dispatch", "dispatch → product0", "product0 → product1"}
 
 
 def test_clocks_that_contradict_causes_are_found() -> None:
     assert causes.lead(two_ranks(), causes.find(two_ranks())) == {}
-    call = two_ranks(shift=100)  # the Dispatch seems to end at 570, its Gemm0 begins at 500
+    call = two_ranks(shift=100)  # the Dispatch seems to end at 570, its Product0 begins at 500
     assert causes.lead(call, causes.find(call)) == {(1, 0): 70}
 
 
@@ -486,8 +491,10 @@ def pipelined() -> CallTrace:
                         **{"peer": 0, "place": 1, "rows": 1},
                         **{"loading": 16, "computed": 0, "stored": 33},
                     ),
-                    event("gemm0", 30, 90, expert=0, loading=10, computing=20, computed=40),
-                    event("gemm1", 91, 99, expert=0, loading=1, computing=1, computed=5, stored=6),
+                    event("product0", 30, 90, expert=0, loading=10, computing=20, computed=40),
+                    event(
+                        "product1", 91, 99, expert=0, loading=1, computing=1, computed=5, stored=6
+                    ),
                 ],
             )
         ]
@@ -532,14 +539,14 @@ def test_intervals_say_what_processors_did_when() -> None:
     of = 33
     assert first.working == pytest.approx(
         {"route": 6 / of, "dispatch": 21 / of}
-        | dict.fromkeys(("replicate", "gemm0", "gemm1", "combine"), 0)
+        | dict.fromkeys(("replicate", "product0", "product1", "combine"), 0)
     )
     assert first.storing["route"] == pytest.approx(1 / of)
     assert first.rest == pytest.approx(26 / of)  # Dispatch is beside whatever else there is
-    assert (second.working["dispatch"], second.working["gemm0"]) == (16 / of, 16 / of)
+    assert (second.working["dispatch"], second.working["product0"]) == (16 / of, 16 / of)
     assert second.rest == pytest.approx(17 / of)
-    assert (third.working["gemm0"], third.storing["gemm0"]) == (4 / of, 20 / of)
-    assert (third.working["gemm1"], third.storing["gemm1"]) == (4 / of, 1 / of)
+    assert (third.working["product0"], third.storing["product0"]) == (4 / of, 20 / of)
+    assert (third.working["product1"], third.storing["product1"]) == (4 / of, 1 / of)
     assert third.rest == pytest.approx(4 / of)
 
 
@@ -556,8 +563,8 @@ def test_overlapping_parts_lie_on_threads_beside_each_other() -> None:
         ("route", 0): "processor 0",
         ("dispatch", 0): "processor 0",
         ("dispatch", 1): "processor 0, beside 1",
-        ("gemm0", 0): "processor 0, beside 2",
-        ("gemm1", 0): "processor 0",
+        ("product0", 0): "processor 0, beside 2",
+        ("product1", 0): "processor 0",
     }
     assert set(threads.values()) == {*parts.values(), "scheduler"} | {
         f"{name} subscriber" for name in OS_ACTORS[1:]
@@ -571,7 +578,7 @@ def first_gemms(*tiles: int) -> CallTrace:
     """
     parts = [(tile, part) for tile in tiles for part in range(4 if tile == 3 else 2)]
     noted = [
-        event("gemm0", 10 * i, 10 * i + 9, expert=tile // 3, place=tile, part=part)
+        event("product0", 10 * i, 10 * i + 9, expert=tile // 3, place=tile, part=part)
         for i, (tile, part) in enumerate(parts)
     ]
     return CallTrace.of([rank_trace(0, [[24, 8]], noted)])
@@ -589,10 +596,10 @@ def first_gemms(*tiles: int) -> CallTrace:
 def test_weights_are_read_again_when_a_cache_has_lost_them(
     tiles: tuple[int, ...], cache: int, read: int
 ) -> None:
-    found = weights.replay(first_gemms(*tiles), {GEMM0: 1000, GEMM1: 700}, cache)
+    found = weights.replay(first_gemms(*tiles), {PRODUCT0: 1000, PRODUCT1: 700}, cache)
     assert found == {
-        "gemm0": Weights(once=2000, asked=4000, read=read),
-        "gemm1": Weights(once=0, asked=0, read=0),
+        "product0": Weights(once=2000, asked=4000, read=read),
+        "product1": Weights(once=0, asked=0, read=0),
     }
 
 
@@ -605,7 +612,7 @@ def test_counters_say_how_many_parts_are_in_flight_and_ready() -> None:
             point = (chrome_format.ns(found["ts"]), found["args"]["parts"])
             levels.setdefault(found["name"], []).append(point)
     assert levels["dispatch in flight"] == [(31, 2), (40, 1), (50, 0)]
-    assert levels["gemm0 ready"] == [(40, 1), (50, 4), (100, 3), (110, 2), (120, 1), (130, 0)]
+    assert levels["product0 ready"] == [(40, 1), (50, 4), (100, 3), (110, 2), (120, 1), (130, 0)]
     assert "route ready" not in levels
 
 
@@ -630,10 +637,10 @@ def test_on_the_twin_no_part_begins_before_its_cause(seed: int, ranks_per_node: 
     known = found.part != NONE
     assert known[kinds != "route"].all()
     # Nor is it said for which of an expert's chunks a processor has waited itself.
-    awaited = (kinds == "gemm0") & (call.parts["awaited"] != 0)
+    awaited = (kinds == "product0") & (call.parts["awaited"] != 0)
     assert found.certain[(kinds != "combine") & ~awaited].all()
     assert not found.certain[awaited].any()
-    tiles = call.parts[(kinds == "gemm0") & (call.parts["part"] == 0)]
+    tiles = call.parts[(kinds == "product0") & (call.parts["part"] == 0)]
     assert len(tiles) > len(set(tiles[["rank", "expert"]].tolist()))  # some experts have several
     # What the last Route part posts, Dispatch and Combine of tokens without rows, may be claimed
     # while it is still at work.

@@ -80,7 +80,7 @@ def test_parts_say_what_they_were_of() -> None:
             chunks = [*to_peer["place"].tolist(), -(-rows // trace.chunk_rows)]
             assert numpy.diff(chunks).tolist() == to_peer["rows"].tolist()
             assert chunks[0] == 0
-        for kind in ("gemm0", "gemm1"):
+        for kind in ("product0", "product1"):
             products = parts[parts["kind"] == TASK_KINDS.index(kind)]
             tiles = {(e["expert"], e["place"], e["rows"]) for e in products}
             rows = [0] * len(stats["expert_pairs"])
@@ -227,4 +227,4 @@ def test_a_call_without_tokens_or_rows_has_a_trace() -> None:
         combined = parts[parts["kind"] == TASK_KINDS.index("combine")]
         assert combined["rows"].sum() == parts["rows"].sum() == stats["tokens"]
         assert (combined["place"] == NOBODY).all()
-        assert stats["tasks"]["gemm0"] == 0
+        assert stats["tasks"]["product0"] == 0

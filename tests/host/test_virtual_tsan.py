@@ -26,7 +26,7 @@ TESTS = [
     "tests/host/test_layer_failure.py::test_leaving_a_world_by_an_exception_ends_the_peers_calls_"
     "at_once",
     "tests/host/test_layer_failure.py::test_an_error_in_one_virtual_rank_ends_the_run_with_it",
-    "tests/host/test_faults.py::test_a_stalled_rank_is_named_by_all[gemm0-mixed]",
+    "tests/host/test_faults.py::test_a_stalled_rank_is_named_by_all[product0-mixed]",
     "tests/host/test_faults.py::test_every_part_of_a_slow_processor_takes_longer[mixed]",
     "tests/host/test_faults.py::test_a_slow_link_holds_back_what_is_announced_to_one_peer[mixed]",
 ]

@@ -63,7 +63,7 @@
 #define CHUNK_ROWS ROWS /* rows of a chunk: 1 or 2 */
 #endif
 #ifndef PARTS
-#define PARTS 1 /* of a Gemm1 task: 1 or 2 */
+#define PARTS 1 /* of a Product1 task: 1 or 2 */
 #endif
 #ifndef TOTAL_ROWS
 #define TOTAL_ROWS (RANKS * ROWS) /* that a rank sends to all peers in a call, at most */

@@ -10,9 +10,9 @@
  *   scheduler      publishes parts of either GEMM, in any      scheduler.hpp publish_up_to
  *                  order and as early as it can
  *   claim          a ticket, then the wait for its slot        processor.hpp claim
- *   gemm0          a part of a tile's first GEMM; the last     processor.hpp complete,
+ *   product0          a part of a tile's first GEMM; the last     processor.hpp complete,
  *                  posts the second one                        mailbox.hpp post_next
- *   gemm1          a part of its second; the last says that    processor.hpp complete
+ *   product1          a part of its second; the last says that    processor.hpp complete
  *                  the tile is multiplied
  *
  * A call of one rank, whose rows are all here. Each tile has 1 to ROWS_MOST rows, and an expert may
@@ -130,7 +130,7 @@ proctype scheduler() {
   od
 }
 
-inline gemm0(tile, part, i) {
+inline product0(tile, part, i) {
   AWAIT_PLACES(tile);
   d_step {
     i = PLACE(tile);
@@ -155,7 +155,7 @@ inline gemm0(tile, part, i) {
   i = 0
 }
 
-inline gemm1(tile, part, i) {
+inline product1(tile, part, i) {
   d_step {
     i = PLACE(tile) * PARTS;
     do
@@ -199,8 +199,8 @@ proctype processor() {
        part = ring_part[ticket]
      }
      if
-     :: ring[ticket] % 2 == 0 -> gemm0(tile, part, i)
-     :: else -> gemm1(tile, part, i)
+     :: ring[ticket] % 2 == 0 -> product0(tile, part, i)
+     :: else -> product1(tile, part, i)
      fi;
      d_step {
        tile = 0;

@@ -8,8 +8,8 @@
  *                  the ring: first GEMM, second, Combine      returns_subscriber.hpp hand_out_up_front
  *   claim          a ticket, then the wait for its slot       processor.hpp claim
  *   await          the wait for what the part needs           inputs.hpp, processor.hpp await
- *   gemm0          a part of a tile's first GEMM, counted     processor.hpp complete
- *   gemm1          a part of its second; the last credits     packet.hpp return_rows
+ *   product0          a part of a tile's first GEMM, counted     processor.hpp complete
+ *   product1          a part of its second; the last credits     packet.hpp return_rows
  *                  the owners and sets the counter to 0
  *   combine        a token's results                          warp_processor.hpp
  *   courier        a row to each rank, and its flag           token_dispatch.hpp, packet.hpp
@@ -46,16 +46,16 @@
 
 /* Which part a ring slot holds. */
 #if defined(MUTATION_SECOND_GEMMS_FIRST)
-#define IS_GEMM1(slot) ((slot) < PARTS)
-#define IS_GEMM0(slot) ((slot) >= PARTS && (slot) < 2 * PARTS)
+#define IS_PRODUCT1(slot) ((slot) < PARTS)
+#define IS_PRODUCT0(slot) ((slot) >= PARTS && (slot) < 2 * PARTS)
 #define IS_COMBINE(slot) ((slot) == 2 * PARTS)
 #elif defined(MUTATION_COMBINE_FIRST)
 #define IS_COMBINE(slot) ((slot) == 0)
-#define IS_GEMM0(slot) ((slot) > 0 && (slot) <= PARTS)
-#define IS_GEMM1(slot) ((slot) > PARTS)
+#define IS_PRODUCT0(slot) ((slot) > 0 && (slot) <= PARTS)
+#define IS_PRODUCT1(slot) ((slot) > PARTS)
 #else
-#define IS_GEMM0(slot) ((slot) < PARTS)
-#define IS_GEMM1(slot) ((slot) >= PARTS && (slot) < 2 * PARTS)
+#define IS_PRODUCT0(slot) ((slot) < PARTS)
+#define IS_PRODUCT1(slot) ((slot) >= PARTS && (slot) < 2 * PARTS)
 #define IS_COMBINE(slot) ((slot) == 2 * PARTS)
 #endif
 
@@ -105,7 +105,7 @@ bool combined[RANKS];
 #define AWAIT_RESULTS(me) RESULTS_HERE(me)
 #endif
 
-inline gemm0(me, call, part, i) {
+inline product0(me, call, part, i) {
   AWAIT_ROWS(me, call);
   d_step {
     i = 0;
@@ -126,7 +126,7 @@ inline gemm0(me, call, part, i) {
   }
 }
 
-inline gemm1(me, call, part, i) {
+inline product1(me, call, part, i) {
   AWAIT_FIRST(me);
   d_step {
     i = 0;
@@ -202,8 +202,8 @@ proctype processor(byte me) {
         :: over[me] == call -> break
         fi;
         if
-        :: IS_GEMM0(ticket) -> gemm0(me, call, ticket % PARTS, i)
-        :: IS_GEMM1(ticket) -> gemm1(me, call, ticket % PARTS, i)
+        :: IS_PRODUCT0(ticket) -> product0(me, call, ticket % PARTS, i)
+        :: IS_PRODUCT1(ticket) -> product1(me, call, ticket % PARTS, i)
         :: IS_COMBINE(ticket) -> combine(me, call, i)
         fi
      od;
@@ -272,8 +272,8 @@ proctype os(byte me) {
      do
      :: published[me] == SLOTS -> break
      :: published[me] < SLOTS && me < BY_ROWS -> published[me]++
-     :: me >= BY_ROWS && IS_GEMM0(published[me]) && ROWS_HERE(me, call) -> published[me]++
-     :: me >= BY_ROWS && IS_GEMM1(published[me]) && first_done[me] == PARTS -> published[me]++
+     :: me >= BY_ROWS && IS_PRODUCT0(published[me]) && ROWS_HERE(me, call) -> published[me]++
+     :: me >= BY_ROWS && IS_PRODUCT1(published[me]) && first_done[me] == PARTS -> published[me]++
      :: me >= BY_ROWS && IS_COMBINE(published[me]) && RESULTS_HERE(me) -> published[me]++
      od;
 #if defined(MUTATION_CREDITS_CLEARED_WHEN_SEEN)

@@ -28,9 +28,9 @@ inline moeos::Geometry small_geometry(moeos::u32 world, moeos::u32 experts, moeo
   g.tile_rows = kTileRows;
   g.route_tokens = 64;
   g.route_slices = 1;
-  g.gemm0_parts = g.gemm1_parts = kParts;
+  g.product0_parts = g.product1_parts = kParts;
   g.narrow_rows = kNarrowRows;
-  g.gemm0_narrow_parts = g.gemm1_narrow_parts = kNarrowParts;
+  g.product0_narrow_parts = g.product1_narrow_parts = kNarrowParts;
   g.segment_align = 1;
   g.processors = 1;
   return g;

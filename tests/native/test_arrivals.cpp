@@ -99,7 +99,7 @@ class Arrivals {
   /// Tiles that wait in the scheduler's mailbox.
   std::set<u32> posted() const {
     std::set<u32> tiles;
-    const moeos::MailboxView mailbox = rank_.rank.memory.mailbox(TaskKind::gemm0);
+    const moeos::MailboxView mailbox = rank_.rank.memory.mailbox(TaskKind::product0);
     for (u32 slot = 0; slot < mailbox.capacity; ++slot) {
       const ReadyWord word(mailbox.words[slot]);
       if (word.epoch() == kEpoch) {
@@ -162,14 +162,14 @@ void nobody_waits_for_a_part_behind_his_own(const Rows& rows, u32 hidden_bytes) 
     const u32 tile = arrivals.tile_of(word);
     expect(word.epoch() == kEpoch, "a part is this call's");
     expect(seen.emplace(word.kind(), tile, word.part()).second, "no part is there twice");
-    if (word.kind() == TaskKind::gemm0) {
+    if (word.kind() == TaskKind::product0) {
       ++firsts[tile];
       last_first[tile] = ++all_firsts;
       mixed = mixed || second;
       continue;
     }
     second = true;
-    expect(word.kind() == TaskKind::gemm1, "there is no other task");
+    expect(word.kind() == TaskKind::product1, "there is no other task");
     between.emplace_back(all_firsts - last_first[tile], all_firsts);
     done_when_second_began.emplace_back(firsts[tile], tile);
   }
@@ -256,7 +256,7 @@ void a_late_rank_does_not_hold_up_the_rest() {
   expect(arrivals.planned() == Planned::by_arrival, "others have been told how it began");
   u32 tiles = 0;
   for (const auto& [what, its] : parts) {
-    tiles += what.first == TaskKind::gemm0 ? 1 : 0;
+    tiles += what.first == TaskKind::product0 ? 1 : 0;
     expect(its == kParts || its == kNarrowParts, "all of a tile's parts");
   }
   constexpr u32 kLeft = kSources * 300 - kFull * kTileRows;  // rows of each expert
@@ -306,7 +306,7 @@ void a_call_without_places_for_all_tiles_is_not_planned_whole() {
   std::set<u32> tiles;
   for (u32 i = 0; i < 100; ++i) {
     for (const ReadyWord word : arrivals.step()) {
-      expect(word.kind() == TaskKind::gemm0, "nothing that waits is handed out");
+      expect(word.kind() == TaskKind::product0, "nothing that waits is handed out");
       tiles.insert(arrivals.tile_of(word));
     }
   }

@@ -60,8 +60,8 @@ Geometry make_geometry(RowMap row_map) {
   g.tile_rows = 128;
   g.route_tokens = 32;
   g.route_slices = 1;
-  g.gemm0_parts = 1;
-  g.gemm1_parts = 1;
+  g.product0_parts = 1;
+  g.product1_parts = 1;
   g.segment_align = Geometry::kSegmentAlign;
   g.dedup_rows = 1;
   g.processors = 1;

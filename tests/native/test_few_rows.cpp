@@ -41,7 +41,7 @@ Geometry geometry_of(u32 world, u32 local_experts, u32 narrow_rows) {
   Geometry g = small_geometry(world, world * local_experts, 512);
   g.up_front_rows = kMost;
   g.narrow_rows = narrow_rows;
-  g.gemm1_narrow_parts = narrow_rows != 0 ? kNarrowParts : kParts;
+  g.product1_narrow_parts = narrow_rows != 0 ? kNarrowParts : kParts;
   g.processors = 16;
   return g;
 }
@@ -110,9 +110,9 @@ void processors_make_the_tiles_that_would_be_written(const Rows& rows, u32 narro
   const std::vector<Task> written = counted.written();
   const u32 tiles = static_cast<u32>(written.size());
   const bool narrow = narrow_rows != 0;
-  const u32 firsts = tiles * g.gemm0_parts_of(narrow);
+  const u32 firsts = tiles * g.product0_parts_of(narrow);
   const u32 parts = tiles * g.one_tile_parts();
-  expect(parts == firsts + tiles * g.gemm1_parts_of(narrow), "both GEMMs of every tile");
+  expect(parts == firsts + tiles * g.product1_parts_of(narrow), "both GEMMs of every tile");
   for (u32 number = 0; number < parts; ++number) {
     FewRows<Machine> here = counted.rows();
     expect(here.look() == Counts::here, "all counts are here");
@@ -123,10 +123,10 @@ void processors_make_the_tiles_that_would_be_written(const Rows& rows, u32 narro
     std::memset(&made, 0xa5, sizeof(made));  // what is not written would be seen
     const ReadyWord word = plan.part(number, made);
     const bool second = number >= firsts;
-    const u32 each = second ? g.gemm1_parts_of(narrow) : g.gemm0_parts_of(narrow);
+    const u32 each = second ? g.product1_parts_of(narrow) : g.product0_parts_of(narrow);
     const u32 tile = (second ? number - firsts : number) / each;
     expect(word.epoch() == kEpoch && word.kind() == made.kind &&
-               made.kind == (second ? TaskKind::gemm1 : TaskKind::gemm0),
+               made.kind == (second ? TaskKind::product1 : TaskKind::product0),
            "first GEMMs go before second ones");
     expect(word.part() == (second ? number - firsts : number) % each && made.parts == each,
            "a tile's parts follow each other");

@@ -111,8 +111,8 @@ bool whole_plans_fit() {
   geometry.top_k = 2;
   geometry.tile_rows = 128;
   geometry.processors = 131;
-  geometry.gemm0_parts = geometry.gemm1_parts = 16;
-  geometry.gemm1_narrow_parts = 32;
+  geometry.product0_parts = geometry.product1_parts = 16;
+  geometry.product1_narrow_parts = 32;
   bool fit =
       !geometry.plans_up_front(true, 1) && !geometry.may_plan_up_front(0);  // not without leave
   geometry.up_front_rows = 64;
@@ -135,7 +135,7 @@ bool whole_plans_fit() {
     const u32 whole = (left - cut) * 16;
     fit = fit && cut <= left && cut * 32 <= 131 && (cut == 0 || whole % 131 < 16);
   }
-  geometry.gemm1_narrow_parts = 16;
+  geometry.product1_narrow_parts = 16;
   return fit && geometry.tiles_in_halves(3) == 0;
 }
 

@@ -30,9 +30,9 @@ Geometry draw_geometry(std::mt19937& random) {
   geometry.route_tokens = 32;
   geometry.route_slices = 1;
   geometry.processors = draw(1, 9);
-  geometry.gemm0_parts = 1;
-  geometry.gemm1_parts = draw(1, 5);
-  geometry.gemm1_narrow_parts = draw(1, 9);
+  geometry.product0_parts = 1;
+  geometry.product1_parts = draw(1, 5);
+  geometry.product1_narrow_parts = draw(1, 9);
   geometry.segment_align = Geometry::kSegmentAlign;
   geometry.shared_bytes = 16;
   geometry.shared0_parts = draw(1, 5);
@@ -50,8 +50,8 @@ void check_call(const Geometry& geometry, u32 tokens) {
   for (u32 number = 0; number < parts; ++number) {
     const ReadyWord word = shared_word(geometry, call, number);
     const Task task = shared_task(geometry, call, 3, word);
-    second = second || word.kind() == TaskKind::gemm1;
-    expect((word.kind() == TaskKind::gemm1) == second,
+    second = second || word.kind() == TaskKind::product1;
+    expect((word.kind() == TaskKind::product1) == second,
            "first products come before all second ones");
     expect(word.epoch() == call.epoch && task.kind == word.kind(), "word and task say the same");
     expect(word.part() < task.parts, "a part is one of its tile's");
@@ -69,7 +69,7 @@ void check_call(const Geometry& geometry, u32 tokens) {
   u32 of_seconds = 0;
   u32 expected = 0;
   for (const auto& [tile, task] : tiles) {
-    (task.kind == TaskKind::gemm0 ? of_firsts : of_seconds) += task.rows;
+    (task.kind == TaskKind::product0 ? of_firsts : of_seconds) += task.rows;
     expect(task.segments[0].first_row == task.first_result && task.segments[0].source == 3,
            "a tile's results are those of its tokens");
     expect(task.first_result + task.rows <= tokens && task.padded_rows >= task.rows,

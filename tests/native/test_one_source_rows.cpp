@@ -125,8 +125,8 @@ void expect_a_whole_plan(const std::vector<u32>& rows, u32 large_experts) {
     const Task& task = part.task;
     expect(task.kind == part.word.kind() && task.epoch == kEpoch && task.awaits == 1,
            "a part's word and its descriptor agree");
-    second = second || task.kind == TaskKind::gemm1;
-    expect(second == (task.kind == TaskKind::gemm1), "no first GEMM is behind a second one");
+    second = second || task.kind == TaskKind::product1;
+    expect(second == (task.kind == TaskKind::product1), "no first GEMM is behind a second one");
     expect(part.word.part() < task.parts, "a part is one of its tile's");
     expect(task.tile < tiles, "a tile is one of the call's");
     expect(seen.emplace(task.kind, task.tile, part.word.part()).second, "no part is there twice");
@@ -138,9 +138,9 @@ void expect_a_whole_plan(const std::vector<u32>& rows, u32 large_experts) {
       known[task.tile] = true;
       covered[task.local_expert] += task.rows;
       result += task.padded_rows;
-      expected += g.gemm0_parts_of(narrow);
+      expected += g.product0_parts_of(narrow);
       const bool uncut = !narrow && task.tile + g.tiles_in_halves(tiles) < tiles;
-      expected += g.gemm1_parts_of(!uncut);
+      expected += g.product1_parts_of(!uncut);
       expect(task.segment_count == 1 && task.segments[0].rows == task.rows, "a tile is one run");
       expect(task.padded_rows == align_up(task.rows, 8U), "a tile is padded to eights");
       const u32 first = task.segments[0].first_row - start[task.local_expert];
@@ -198,7 +198,7 @@ void choices_make_the_plan_of_few_tokens(u32 limit, const std::vector<u32>& choi
   for (u32 number = 0; number < plan.parts(); ++number) {
     Task task;
     const ReadyWord word = plan.part(number, task);
-    const bool first = word.kind() == TaskKind::gemm0;
+    const bool first = word.kind() == TaskKind::product0;
     expect(task.from == (first ? RowsIn::listed_tokens : RowsIn::between),
            "first GEMMs read tokens in place");
     expect(first != moeos::waits_for_inputs(task), "and wait for nothing");

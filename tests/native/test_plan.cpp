@@ -58,10 +58,10 @@ Geometry draw_geometry(Random& random, u32 world, u32 experts) {
   Geometry g = small_geometry(world, world * experts, kMaxTokens);
   g.tile_rows = choose(random, {16, 128});
   g.narrow_rows = choose(random, {0, g.tile_rows / 2});
-  g.gemm0_parts = draw(random, 1, 3);
-  g.gemm1_parts = draw(random, 1, 3);
-  g.gemm0_narrow_parts = g.gemm0_parts * draw(random, 1, 2);
-  g.gemm1_narrow_parts = g.gemm1_parts * draw(random, 1, 2);
+  g.product0_parts = draw(random, 1, 3);
+  g.product1_parts = draw(random, 1, 3);
+  g.product0_narrow_parts = g.product0_parts * draw(random, 1, 2);
+  g.product1_narrow_parts = g.product1_parts * draw(random, 1, 2);
   g.segment_align = choose(random, {1, Geometry::kSegmentAlign});
   g.large_experts = draw(random, 0, 1);
   g.processors = draw(random, 1, 132);
@@ -141,8 +141,8 @@ std::vector<Tile> tiles_of(const Geometry& g, const Matrix& rows) {
 std::vector<ReadyWord> words_of(const Geometry& g, const std::vector<Tile>& tiles) {
   std::vector<ReadyWord> words;
   const u32 all = static_cast<u32>(tiles.size());
-  for (const TaskKind kind : {TaskKind::gemm0, TaskKind::gemm1}) {
-    const bool second = kind == TaskKind::gemm1;
+  for (const TaskKind kind : {TaskKind::product0, TaskKind::product1}) {
+    const bool second = kind == TaskKind::product1;
     const u32 uncut = all - (second ? g.tiles_in_halves(all) : 0);
     const auto half_width = [&](u32 tile) { return tile >= uncut && !tiles[tile].narrow; };
     for (u32 first = 0; first < all;) {
@@ -152,7 +152,7 @@ std::vector<ReadyWord> words_of(const Geometry& g, const std::vector<Tile>& tile
         ++end;
       }
       const bool narrow = tiles[first].narrow || half_width(first);
-      const u32 parts = second ? g.gemm1_parts_of(narrow) : g.gemm0_parts_of(narrow);
+      const u32 parts = second ? g.product1_parts_of(narrow) : g.product0_parts_of(narrow);
       for (u32 part = 0; part < parts; ++part) {
         for (u32 tile = first; tile < end; ++tile) {
           const ReadyWord word(kEpoch, kind, tile, part);
@@ -233,7 +233,7 @@ constexpr u32 parts_of_two_sources() {
   g.top_k = 1;
   g.max_tokens = g.capacity = 512;
   g.tile_rows = 128;
-  g.gemm0_parts = g.gemm0_narrow_parts = g.gemm1_parts = g.gemm1_narrow_parts = 3;
+  g.product0_parts = g.product0_narrow_parts = g.product1_parts = g.product1_narrow_parts = 3;
   g.segment_align = g.processors = 1;
   const auto count = [](u32 source, u32) { return source == 0 ? 300U : 84U; };
   return plan_table(g, kEpoch, count).parts();

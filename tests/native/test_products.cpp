@@ -47,10 +47,10 @@ void check_lines() {
 
 void check_descriptors() {
   Geometry geometry{};
-  geometry.gemm0_parts = 2;
-  geometry.gemm1_parts = 3;
-  geometry.gemm0_narrow_parts = 4;
-  geometry.gemm1_narrow_parts = 6;
+  geometry.product0_parts = 2;
+  geometry.product1_parts = 3;
+  geometry.product0_narrow_parts = 4;
+  geometry.product1_narrow_parts = 6;
   Task task{};
   describe_tile(task, geometry, 1, 0, 0, 1, 8, 8, 0, false);
   expect(task.from == RowsIn::cells && task.parts == 2,

@@ -41,7 +41,7 @@ class Handed {
 
   /// Posts a GEMM of the next tile of its kind.
   void post(TaskKind kind, u32 parts = kParts) {
-    u32& posted = kind == TaskKind::gemm0 ? first_ : second_;
+    u32& posted = kind == TaskKind::product0 ? first_ : second_;
     const MailboxView mailbox = alone_.rank.memory.mailbox(kind);
     mailbox.words[posted] = ReadyWord(kEpoch, kind, posted, parts).sealed();
     ++posted;
@@ -75,8 +75,8 @@ class Handed {
 
 void each_part_of_a_tile_is_handed_out_once() {
   Handed handed;
-  handed.post_all(TaskKind::gemm0, 3);
-  handed.post(TaskKind::gemm1, kNarrowParts);
+  handed.post_all(TaskKind::product0, 3);
+  handed.post(TaskKind::product1, kNarrowParts);
   std::set<std::tuple<TaskKind, u32, u32>> seen;
   const std::vector<ReadyWord> words = handed.hand_out();
   for (const ReadyWord word : words) {
@@ -92,14 +92,14 @@ void each_part_of_a_tile_is_handed_out_once() {
 u32 second_parts_before_the_last_first_one() {
   // As many processors as a tile has parts: no sweep ends amid a tile, and gives others the rest.
   Handed handed(kParts);
-  handed.post_all(TaskKind::gemm0, 4);
-  handed.post_all(TaskKind::gemm1, 4);
+  handed.post_all(TaskKind::product0, 4);
+  handed.post_all(TaskKind::product1, 4);
   const std::vector<ReadyWord> words = handed.hand_out();
   u32 before = 0;
   u32 found = 0;
   for (const ReadyWord word : words) {
-    found += word.kind() == TaskKind::gemm1 ? 1 : 0;
-    before = word.kind() == TaskKind::gemm0 ? found : before;
+    found += word.kind() == TaskKind::product1 ? 1 : 0;
+    before = word.kind() == TaskKind::product0 ? found : before;
   }
   return before;
 }

@@ -61,8 +61,8 @@ Geometry make_geometry() {
   g.tile_rows = 64;
   g.route_tokens = 32;
   g.route_slices = 1;
-  g.gemm0_parts = 1;
-  g.gemm1_parts = 1;
+  g.product0_parts = 1;
+  g.product1_parts = 1;
   g.segment_align = Geometry::kSegmentAlign;
   g.processors = 1;
   g.remote = 1;
@@ -108,14 +108,14 @@ class World {
   void ask_for_results(u32 peer, u32 first, u32 rows) {
     const Rank<Machine>& from = rank(0);
     Task& task = from.memory.tasks[0];
-    task.kind = TaskKind::gemm1;
+    task.kind = TaskKind::product1;
     task.segment_count = 1;
     task.segments[0] = Segment{first, static_cast<u16>(peer), static_cast<u16>(rows)};
-    task.seal = moeos::kIntact ^ moeos::first_word(TaskKind::gemm1, 1, 0) ^
+    task.seal = moeos::kIntact ^ moeos::first_word(TaskKind::product1, 1, 0) ^
                 moeos::words_of(task.segments[0]);
     // The peer has said that its results of rank 0 begin at its first row.
     *from.here<moeos::u64>(from.layout.base(kEpoch, peer)) = moeos::count_word(kEpoch, 0);
-    moeos::post_request(from, call_, peer, ReadyWord(kEpoch, TaskKind::gemm1, 0, 0));
+    moeos::post_request(from, call_, peer, ReadyWord(kEpoch, TaskKind::product1, 0, 0));
   }
 
   /// Rows of rank 0 that have landed at the peer.

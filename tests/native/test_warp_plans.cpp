@@ -86,7 +86,7 @@ Geometry geometry_of(u32 world, u32 local_experts, bool narrow, u32 large_expert
   g.large_experts = large_experts;
   g.processors = 16;
   if (!narrow) {
-    g.narrow_rows = g.gemm0_narrow_parts = g.gemm1_narrow_parts = 0;
+    g.narrow_rows = g.product0_narrow_parts = g.product1_narrow_parts = 0;
   }
   return g;
 }

@@ -159,18 +159,18 @@ void size_rows(const LayerShape& shape, Geometry& g) {
                          : shape.intermediate * sizeof(float);
   g.returned_bytes = shape.codes_results() ? coded_result_bytes(shape.hidden) : g.row_bytes;
   g.alters_rows = coded ? 1 : 0;
-  g.gemm0_parts = ceil_div(shape.intermediate, gemm0_columns(shape));
-  g.gemm1_parts = ceil_div(shape.hidden, kPlainColumns);
-  g.gemm0_narrow_parts = ceil_div(shape.intermediate, gemm0_narrow_columns(shape));
-  g.gemm1_narrow_parts = ceil_div(shape.hidden, gemm1_narrow_columns(shape));
+  g.product0_parts = ceil_div(shape.intermediate, product0_columns(shape));
+  g.product1_parts = ceil_div(shape.hidden, kPlainColumns);
+  g.product0_narrow_parts = ceil_div(shape.intermediate, product0_narrow_columns(shape));
+  g.product1_narrow_parts = ceil_div(shape.hidden, product1_narrow_columns(shape));
   if (shape.shared_experts > 0) {
     const auto first_parts = [&shape](u32 columns) {
       return shape.shared_experts * ceil_div(shape.shared_intermediate, columns) +
              (shape.shared_gate ? 1 : 0);
     };
     g.shared_bytes = shape.shared_experts * shape.shared_intermediate * sizeof(float);
-    g.shared0_parts = first_parts(gemm0_columns(shape));
-    g.shared0_narrow_parts = first_parts(gemm0_narrow_columns(shape));
+    g.shared0_parts = first_parts(product0_columns(shape));
+    g.shared0_narrow_parts = first_parts(product0_narrow_columns(shape));
   }
 }
 

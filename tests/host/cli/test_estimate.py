@@ -76,7 +76,7 @@ def test_a_call_does_what_the_estimate_says(
     looks = 0 if sizes_of(cfg, ranks, processors=1).may_await(tokens) else blocks
     assert work.tasks["combine"] + looks <= stats.tasks["combine"] <= tokens + blocks
     # Tiles that are packed early, because processors idle, are more than the fewest.
-    for kind in ("gemm0", "gemm1"):
+    for kind in ("product0", "product1"):
         assert work.tasks[kind] <= stats.tasks[kind]
     assert work.padding_rows <= stats.padding_rows
     # Where a tile ends within a chunk, both its tiles flag that one; early tiles end elsewhere.
@@ -105,7 +105,7 @@ def test_a_rank_of_a_group_with_the_same_tokens_does_what_the_estimate_says() ->
         work.dispatch_bytes + work.combine_bytes + work.count_bytes + work.flag_bytes
     )
     assert [size > 0 for size in work.bytes_by_peer] == [False, True, True, False, True, False]
-    for kind in ("gemm0", "gemm1", "combine"):
+    for kind in ("product0", "product1", "combine"):
         assert work.tasks[kind] <= stats.tasks[kind]
 
 
@@ -154,7 +154,7 @@ def test_a_rank_with_slices_and_its_own_tokens_does_what_the_estimate_says(
     assert work.pairs_received == sum(stats.pairs_received)
     assert work.dispatch_bytes + work.combine_bytes == stats.row_bytes_to_peers
     assert work.count_bytes == stats.count_bytes_to_peers
-    for kind in ("gemm0", "gemm1", "combine"):
+    for kind in ("product0", "product1", "combine"):
         assert work.tasks[kind] <= stats.tasks[kind]
 
 
@@ -166,7 +166,7 @@ def test_without_early_tiles_even_tiles_padding_and_flags_are_exact() -> None:
     cfg = config()
     work, stats = work_of(cfg, 1, 100), stats_of_rank_0(cfg, 1, 100)
     assert work.tiles == cfg.experts == 8
-    assert work.tasks["gemm0"] == stats.tasks["gemm0"]
+    assert work.tasks["product0"] == stats.tasks["product0"]
     assert work.padding_rows == stats.padding_rows == 8 * (32 - 25)
     assert work.flag_bytes == 0
 
@@ -177,9 +177,9 @@ def test_tiles_of_shared_experts_are_those_of_the_tokens() -> None:
         cfg = config(max_tokens=300, **shared)
         tasks, plain = work_of(cfg, 1, tokens).tasks, work_of(config(max_tokens=300), 1, tokens)
         # Of the first product each of both has two tiles of columns, and their gate one.
-        assert tasks["gemm0"] - plain.tasks["gemm0"] == tiles * 5
-        assert tasks["gemm1"] - plain.tasks["gemm1"] == tiles
-    assert work_of(cfg, 1, 100).tasks["gemm0"] == stats_of_rank_0(cfg, 1, 100).tasks["gemm0"]
+        assert tasks["product0"] - plain.tasks["product0"] == tiles * 5
+        assert tasks["product1"] - plain.tasks["product1"] == tiles
+    assert work_of(cfg, 1, 100).tasks["product0"] == stats_of_rank_0(cfg, 1, 100).tasks["product0"]
 
 
 @pytest.mark.parametrize(("tokens", "ranks"), [(0, 2), (1, 4), (77, 4), (128, 8)])
@@ -194,15 +194,15 @@ def test_even_routing_gives_experts_equally_many_rows(tokens: int, ranks: int) -
 
 def test_remainders_share_a_tile_until_it_is_full() -> None:
     sizes = sizes_of(config(experts=4, max_tokens=300), 4, processors=1)
-    (tiles,), gemm0_parts, gemm1_parts = sizes.plan([[300, 0, 50, 60]])
+    (tiles,), product0_parts, product1_parts = sizes.plan([[300, 0, 50, 60]])
     assert tiles == [
         (128, [(0, 0, 128)]),
         (128, [(0, 128, 128)]),
         (128, [(0, 256, 44), (2, 0, 50), (3, 0, 24)]),
         (40, [(3, 24, 36)]),
     ]
-    assert gemm0_parts == 4 * sizes.gemm0_parts
-    assert gemm1_parts == 4 * sizes.gemm1_parts
+    assert product0_parts == 4 * sizes.product0_parts
+    assert product1_parts == 4 * sizes.product1_parts
 
 
 def test_a_tile_has_at_most_eight_segments() -> None:

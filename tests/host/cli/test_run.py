@@ -65,7 +65,7 @@ def test_the_demos_config_passes_and_ends_with_the_error_line() -> None:
     found = re.fullmatch(r"max relative error (\d\.\de-\d\d) \(tolerance 8\.0e-03\)", last)
     assert found
     assert 1e-4 < float(found[1]) <= 8e-3  # bfloat16 rounds: no error would be no check
-    for label in ("tokens", "pairs sent to rank 0", "gemm0 tasks", "hottest expert"):
+    for label in ("tokens", "pairs sent to rank 0", "product0 tasks", "hottest expert"):
         assert label in out
 
 

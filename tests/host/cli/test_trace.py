@@ -39,8 +39,14 @@ max_tokens = 400
 [run]
 tokens = 300
 """
-STAGES = ("route", "dispatch", "replicate", "gemm0", "gemm1", "combine")
-CHAIN = ["combine", "gemm1", "gemm0", "dispatch", "route"]  # and "replicate", of rows of peers
+STAGES = ("route", "dispatch", "replicate", "product0", "product1", "combine")
+CHAIN = [
+    "combine",
+    "product1",
+    "product0",
+    "dispatch",
+    "route",
+]  # and "replicate", of rows of peers
 EXAMPLE = "trace-qwen3-30b-a3b-2048"
 LOST = "select name, value from stats where severity != 'info' and value > 0"
 
@@ -76,7 +82,7 @@ def test_the_file_for_viewers_has_every_part_of_every_rank(config: Path, tmp_pat
     threads = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
     actors = ["processor 0", "scheduler", *(f"{n} subscriber" for n in ("counts", "arrivals"))]
     assert sorted(threads) == sorted([*actors, "returns subscriber"] * 2)
-    gemm = next(event for event in parts if event["name"] == "gemm0")
+    gemm = next(event for event in parts if event["name"] == "product0")
     assert set(gemm["args"]) == {"expert", "tile", "rows", "part"}
     dispatch = next(event for event in parts if event["name"] == "dispatch")
     of_chunks = {"peer", "chunk", "chunks", "first_expert", "last_expert", "rows"}
@@ -86,7 +92,7 @@ def test_the_file_for_viewers_has_every_part_of_every_rank(config: Path, tmp_pat
     combine = next(event for event in parts if event["name"] == "combine")
     assert set(combine["args"]) == {"first_complete", "tokens"}
     flows = {event["name"] for event in events if event["ph"] == "s"}
-    assert {"route → dispatch", "dispatch → replicate", "gemm0 → gemm1"} <= flows
+    assert {"route → dispatch", "dispatch → replicate", "product0 → product1"} <= flows
     other = document["otherData"]
     assert other["tokens"] == 290
     assert other["config"]["hidden"] == 32
@@ -188,8 +194,8 @@ def test_the_work_of_each_stage_follows_from_the_rows(config: Path) -> None:
     hidden, intermediate = cfg["hidden"], cfg["intermediate"]
     assert work == {
         "route": (2 * 2 * 290 * cfg["experts"] * hidden, "FLOP"),
-        "gemm0": (2 * rows * 2 * intermediate * hidden, "FLOP"),
-        "gemm1": (2 * rows * intermediate * hidden, "FLOP"),
+        "product0": (2 * rows * 2 * intermediate * hidden, "FLOP"),
+        "product1": (2 * rows * intermediate * hidden, "FLOP"),
         "combine": (rows * hidden * 4, "B"),
     }
     # Either takes a row where it belongs.
@@ -200,12 +206,12 @@ def test_the_work_of_each_stage_follows_from_the_rows(config: Path) -> None:
         seconds = (stages[kind]["last_visible"] - stages[kind]["first_claimed"]) / 1e9
         assert done["rate"] == pytest.approx(done["total"] / 2 / seconds)
     # Few enough that a cache holds them: read once.
-    first, second = summary["weights"]["gemm0"], summary["weights"]["gemm1"]
+    first, second = summary["weights"]["product0"], summary["weights"]["product1"]
     assert first["once"] == first["read"] == cfg["experts"] * 2 * intermediate * hidden * 4
     assert second["once"] == second["read"] == cfg["experts"] * intermediate * hidden * 4
     assert first["asked"] >= first["once"]
     assert second["asked"] >= second["once"]
-    there, back = summary["to_peers"]["dispatch"], summary["to_peers"]["gemm1"]
+    there, back = summary["to_peers"]["dispatch"], summary["to_peers"]["product1"]
     assert there["total"] + copied[1][0] == back["total"] < rows * hidden * 4
     assert 0 < there["total"] < back["total"]
     assert summary_of(config)["to_peers"] == {}
@@ -219,7 +225,7 @@ def test_a_call_of_sliced_experts_is_traced(config: Path, tmp_path: Path) -> Non
     hidden, intermediate = cfg["hidden"], cfg["intermediate"]
     rows = 2 * 200 * 2  # of both ranks: each has half of every expert
     work = {kind: done["total"] for kind, done in summary["work"].items()}
-    assert work["gemm1"] == 2 * rows * intermediate // 2 * hidden
+    assert work["product1"] == 2 * rows * intermediate // 2 * hidden
     assert work["combine"] == (rows + 3 * 200) * hidden * 4
     # Partial sums of the other's tokens, and the sums of its own.
     assert summary["to_peers"]["combine"]["total"] == 2 * 200 * hidden * 4
@@ -234,7 +240,7 @@ def test_a_call_of_sharded_tokens_is_traced(config: Path) -> None:
     cfg = summary["config"]
     rows = 2 * 2 * 60 * 2  # a token has a row for each slice
     work = {kind: done["total"] for kind, done in summary["work"].items()}
-    assert work["gemm1"] == 2 * rows * cfg["intermediate"] // 2 * cfg["hidden"]
+    assert work["product1"] == 2 * rows * cfg["intermediate"] // 2 * cfg["hidden"]
     assert summary["chain"][0]["kind"] == "combine"
 
 
@@ -249,8 +255,8 @@ def test_a_call_of_groups_of_ranks_is_traced(
     hidden = cfg["hidden"]
     rows = pairs * 4 * 60 * 2
     work = {kind: done["total"] for kind, done in summary["work"].items()}
-    assert work["gemm1"] == 2 * rows * cfg["intermediate"] // 2 * hidden
-    assert summary["to_peers"]["gemm1"]["total"] > 0
+    assert work["product1"] == 2 * rows * cfg["intermediate"] // 2 * hidden
+    assert summary["to_peers"]["product1"]["total"] > 0
     sums = 60 * 3 if parallel == "tensor" else 0  # of a group: partial ones, and whole ones
     assert work["combine"] == (rows + 2 * sums) * hidden * 4
     if parallel == "tensor":  # of each rank, half of its tokens' partial sums, and of its sums
@@ -268,7 +274,7 @@ def test_the_work_of_a_layer_of_any_activation_and_router_is_told(
     config.write_text(CONFIG.replace("[run]", f"{rules}[run]"))
     work = summary_of(config, "--tokens", 40)["work"]
     halves = 2 if activation in ("swiglu", "swigluoai", "geglu_tanh") else 1
-    assert work["gemm0"]["total"] == 2 * 40 * 2 * halves * 48 * 32
+    assert work["product0"]["total"] == 2 * 40 * 2 * halves * 48 * 32
     assert work["route"]["total"] == 2 * 40 * 8 * 32
 
 
@@ -287,7 +293,7 @@ def test_rows_of_codes_are_counted_as_they_are_sent(
     assert work["dispatch"]["total"] + work["replicate"]["total"] == rows * sent
     assert work["combine"]["total"] == rows * result
     assert to_peers["dispatch"]["total"] % sent == 0 < to_peers["dispatch"]["total"]
-    assert to_peers["gemm1"]["total"] % result == 0 < to_peers["gemm1"]["total"]
+    assert to_peers["product1"]["total"] % result == 0 < to_peers["product1"]["total"]
     levels = [
         event["args"]["bytes"]
         for event in chrome_format.check(json.loads(out.read_text()))

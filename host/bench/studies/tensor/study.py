@@ -39,7 +39,7 @@ from moeos.commands.options import Backend
 from moeos.files import replace
 from moeos.policies import Layout, Reduce
 from moeos.slicing import slicing_of
-from moeos.timeline.call import COMBINE, DISPATCH, GEMM0, GEMM1, ROUTE, CallTrace, work_time
+from moeos.timeline.call import COMBINE, DISPATCH, PRODUCT0, PRODUCT1, ROUTE, CallTrace, work_time
 
 AGREES = {torch.float32: 1e-4, torch.bfloat16: 0.02}
 """The largest relative distance between two contestants' outputs."""
@@ -48,7 +48,13 @@ EE = "EE"
 LAYOUTS: tuple[Layout, ...] = ("auto", "expert_major_persistent", "gathered")
 """Of them the last one has a layer of its own, for the least tokens of a suite alone."""
 
-STAGES = {"align": ROUTE, "permute": DISPATCH, "up/gate": GEMM0, "down": GEMM1, "combine": COMBINE}
+STAGES = {
+    "align": ROUTE,
+    "permute": DISPATCH,
+    "up/gate": PRODUCT0,
+    "down": PRODUCT1,
+    "combine": COMBINE,
+}
 """Of moeos, by the paper's names; the activation is part of the first product."""
 
 TRACE_EVENTS = 2048

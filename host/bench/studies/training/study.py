@@ -35,7 +35,7 @@ from moeos.bench.studies.training.suite import Layer, Lists, Suite, read
 from moeos.commands import failures, machine, output, provenance
 from moeos.commands.options import Backend
 from moeos.files import replace
-from moeos.timeline.call import GEMM0, ROUTE, CallTrace
+from moeos.timeline.call import PRODUCT0, ROUTE, CallTrace
 
 AGREES = {torch.float32: 1e-4, torch.bfloat16: 0.03}
 """The largest relative distance between gradients of two contestants."""
@@ -306,7 +306,7 @@ def routing_layer(lists: Lists) -> moeos.MoEConfig:
 def _ends(call: CallTrace) -> dict[str, float]:
     """See `_Study._traced`; in seconds."""
     parts = call.parts
-    first = parts[parts["kind"] == GEMM0]
+    first = parts[parts["kind"] == PRODUCT0]
     loading = numpy.where(first["loading"] >= 0, first["loading"], first["claimed"])
     return {
         "map": float(parts["visible"][parts["kind"] == ROUTE].max()) * 1e-9,

@@ -80,7 +80,7 @@ def test_what_is_no_scenario_is_refused_with_what_is(text: str, words: str) -> N
     ("text", "words"),
     [
         ("seed = 3\n", "takes .*start_delay.* and nothing else"),
-        ('[[fault]]\nkind = "stall"\nrank = 0\ncall = 1\nstage = "gemm0"\n', "and nothing else"),
+        ('[[fault]]\nkind = "stall"\nrank = 0\ncall = 1\nstage = "product0"\n', "and nothing else"),
         ('[[start_delay]]\ndistribution = "constant"\nseconds = 1\nrank = 9\n', "rank is 9"),
         ('[[start_delay]]\ndistribution = "constant"\nseconds = 1\nlayer = 2\n', "one layer, 0"),
     ],
