@@ -20,6 +20,7 @@ namespace {
 
 using namespace moeos;
 using namespace moeos::sm90;
+using moeos::sm90::Product;
 
 /// What a rank's launch is told, as the host has it.
 struct RankTensors {
