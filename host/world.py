@@ -422,6 +422,8 @@ class World:
             gate.close()
         if any(gate.busy for gate in gates):
             self.control.abort(reason)
+            for control in list(self.beside.values()):
+                control.abort(reason)
             self._interrupt(reason)  # and stands nowhere still: the program's end waits for a close
         return gates
 

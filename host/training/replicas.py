@@ -9,7 +9,7 @@ which parameters are experts, and nothing of wrappers or of how a layer computes
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -73,30 +73,33 @@ def reduce_expert_grads_(
         PeerTimeout: a rank of `group` did not make the call before the world's deadline.
     """
     member = None if group is None else process_groups.membership(group)
-    replicas = 1 if member is None else member.size
     given = distinct(parameters)
-    trained: list[Tensor] = []
-    error: Exception | None = None
-    try:
+
+    def find() -> list[Tensor]:
         ours = ids_of_experts(given, world, experts)
-        trained = [one for one in given if id(one) in ours and one.requires_grad]
         if member is not None:
             _require_apart(member.group, world)
-    except (TypeError, ValueError) as raised:
-        error = raised
-    if member is not None and replicas > 1:
-        _require_alike(member, world, trained, error)
-    if error is not None:
-        raise error
-    group = None if member is None else member.group
-    ranks = world.size * replicas if average else 1
+        return [one for one in given if id(one) in ours and one.requires_grad]
+
+    ranks = world.size if average else 1
+    if member is None or member.size == 1:
+        _sum_up(find(), None, ranks)
+        return
+    among, group = member, member.group
+    ranks *= among.size if average else 1
+    # In the gate, so that threads do all of it one after the other.
+    world.gate.run(lambda: _sum_up(_agreed(among, world, find), group, ranks))
+
+
+def _sum_up(trained: list[Tensor], group: ProcessGroup | None, ranks: int) -> None:
+    """Adds up gradients over a group, if there is one, and divides them by `ranks`."""
     with torch.no_grad():
         for parameter in trained:
             if gradient_of(parameter) is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradient = gradient_of(parameter)
             assert gradient is not None
-            if replicas > 1:
+            if group is not None:
                 summed = gradient.contiguous()
                 dist.all_reduce(summed, group=group)
                 if summed is not gradient:
@@ -118,20 +121,26 @@ def _require_apart(group: ProcessGroup, world: World) -> None:
         )
 
 
-def _require_alike(
-    member: Membership, world: World, trained: list[Tensor], error: Exception | None
-) -> None:
-    """Raises, on all ranks of the group, unless they hold the same experts and none has an error.
+def _agreed(member: Membership, world: World, find: Callable[[], list[Tensor]]) -> list[Tensor]:
+    """What `find` returns. Raises, on all ranks of the group, unless they hold the same experts and
+    it raises on none.
 
     Collective. All ranks make the same exchanges, whatever each of them holds: which ones follow
     the first depends on what all have told there.
     """
-    held = [] if error is not None else _held(trained, world)
-    hashes = [hashlib.sha256(one.encode()).digest()[:8] for one in held]
-    mine = hashlib.sha256(b"".join(hashes)).digest()
-    wrong = None if error is None else said(error)[:_MAX_TOLD]
+    trained: list[Tensor] = []
+    error: Exception | None = None
 
     def compare() -> list[tuple[str, str]]:
+        nonlocal trained, error
+        try:
+            trained = find()
+        except (TypeError, ValueError) as raised:
+            error = raised
+        held = _held(trained, world)
+        hashes = [hashlib.sha256(one.encode()).digest()[:8] for one in held]
+        mine = hashlib.sha256(b"".join(hashes)).digest()
+        wrong = None if error is None else said(error)[:_MAX_TOLD]
         told = control.allgather((mine, wrong), _WHAT)
         if any(text is not None for _, text in told):
             return [("", text or "") for _, text in told]
@@ -158,9 +167,11 @@ def _require_alike(
         if told != []:  # a later call begins anew, on all ranks
             world.beside.pop(_key(member), None)
             control.close()
+    if error is not None:
+        raise error
     ranks = dist.get_process_group_ranks(member.group)
     for rank, (_, text) in zip(ranks, told, strict=False):
-        if text and error is None:
+        if text:
             raise ValueError(
                 f"rank {rank} of torch.distributed cannot add up gradients of experts: {text}"
             )
@@ -172,6 +183,7 @@ def _require_alike(
                 "Pass the group of ranks that hold the same, and let layer.replace move experts "
                 "alike in all worlds"
             )
+    return trained
 
 
 def _held(trained: list[Tensor], world: World) -> list[str]:

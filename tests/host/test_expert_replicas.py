@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -177,6 +179,34 @@ def test_what_a_handler_raises_amid_the_comparison_is_told_and_a_later_call_is_r
     first, second = ranks_of_torch(rank_main, 2)
     assert first == "LookupError: of a handler"
     assert "rank 0 gave up: LookupError in reduce_expert_grads_" in second
+
+
+def test_a_world_that_is_closed_amid_the_comparison_ends_it() -> None:
+    def rank_main(world: World) -> list[str]:
+        with alone(deadline=300.0) as here:
+            layer = MoELayer(CFG, here)
+            given(layer)
+            said: list[str] = []
+
+            def reduce() -> None:
+                reduce_expert_grads_(layer.parameters(), dist.group.WORLD, world=here)
+
+            reduce()
+            if world.rank == 0:
+                waiting = threading.Thread(target=lambda: said.append(raised(reduce)))
+                waiting.start()
+                while not here.gate.busy:
+                    time.sleep(0.01)
+                here.close()
+                waiting.join()
+                said.append(raised(reduce))
+            world.control.barrier()
+            return said
+
+    first, second = ranks_of_torch(rank_main, 2)
+    assert first[0] == "RuntimeError: the world of rank 0 was closed during this call"
+    assert first[1].startswith("RuntimeError: the world of rank 0 is closed")
+    assert second == []
 
 
 def test_a_dimension_of_a_mesh_is_a_group_and_a_whole_mesh_is_refused_by_its_names() -> None:
