@@ -507,7 +507,8 @@ class MoELayer(nn.Module):
         signals: HeldSignals,
     ) -> None:
         """Collective, in the gates of the world and of the workspaces: nobody makes a call."""
-        agreement.agree(self.cfg, self.world, self._place, "MoELayer.replace", placement)
+        with replacing.nothing_moves():
+            agreement.agree(self.cfg, self.world, self._place, "MoELayer.replace", placement)
         self._require_movable(placement)
         with signals:
             self._move(placement, family, passed, signals)
@@ -558,8 +559,9 @@ class MoELayer(nn.Module):
                 experts.settle()
             except Exception as raised:  # what does not fit, no memory, a call that failed
                 error = raised
-            replacing.require_on_all(world, error, signals.raised)
-            together = family.agreed(held)
+            with replacing.nothing_moves():
+                replacing.require_on_all(world, error, signals.raised)
+                together = family.agreed(held)
             begun = time.monotonic()
             try:
                 moving.fill(made, held, old, placement, world)

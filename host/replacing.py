@@ -8,6 +8,7 @@ engines, or of how tensors get to other ranks.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from moeos.layer import MoELayer
 
 _AT_LEAST = 1.0  # seconds that the last exchange waits, however long a rank's experts took
+_NOTHING = "No expert has moved"
 _MAX_TOLD = 2000  # characters of a rank's error that the others are told
 
 
@@ -240,6 +242,18 @@ def require_on_all(
         if one is not None:
             kind = PeerTimeout if one[0] == "late" else ValueError
             raise kind(f"rank {rank} cannot take {what}: {one[1]}")
+
+
+@contextlib.contextmanager
+def nothing_moves() -> Iterator[None]:
+    """Before the last exchange: whoever is missing there keeps all others from moving theirs."""
+    try:
+        yield
+    except PeerTimeout as error:
+        text = str(error)
+        if _NOTHING.lower() not in text.lower():
+            text = f"{text}. {_NOTHING}"
+        raise PeerTimeout(text) from error.__cause__
 
 
 def require_optimizers(given: object) -> Sequence[Optimizer]:

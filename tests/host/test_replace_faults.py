@@ -5,6 +5,7 @@ layer mixes experts of before and of behind."""
 from __future__ import annotations
 
 import datetime
+import multiprocessing
 import os
 import re
 import signal
@@ -50,14 +51,18 @@ def ranks_of_gloo(rank_main: Callable[[World], Any], deadline: float) -> list[An
 
 
 def amid_replace(monkeypatch: pytest.MonkeyPatch, do: Callable[[], None], rank: int = 0) -> None:
-    """Does it on one rank, once, when its experts are about to be sent."""
+    """Does it on one rank, once, when its experts are about to be sent, and those of others."""
     really = dist.batch_isend_irecv
     done: list[bool] = []
+    arrived = multiprocessing.get_context("fork").Semaphore(0)
 
     def moves(operations: list[Any]) -> list[Any]:
         if dist.get_rank() == rank and not done:
             done.append(True)
+            for _ in range(RANKS - 1):
+                arrived.acquire(timeout=SOON / 3)  # a rank may have nothing to send
             do()
+        arrived.release()
         return really(operations)
 
     monkeypatch.setattr(dist, "batch_isend_irecv", moves)
@@ -155,6 +160,21 @@ def test_a_killed_rank_is_named_at_the_deadline_and_no_layer_goes_on(
     for sentence in outcomes:
         assert re.match(f"PeerTimeout: .*{named}", sentence), sentence
         assert "has its experts as before, and others may have moved theirs" in sentence
+
+
+def test_a_rank_that_does_not_come_is_named_with_a_remedy_and_nothing_moves() -> None:
+    def rank_main(world: World) -> str:
+        layer = WEIGHTS.layer(world, placement=COPIES)
+        said = "nothing" if world.rank == 2 else replaced(layer)
+        assert layer.placement == COPIES
+        return said
+
+    *found, last = ranks_of_gloo(rank_main, 1.0)
+    assert last == "nothing"
+    for sentence in found:
+        assert re.match("PeerTimeout: .*rank 2 did not arrive", sentence), sentence
+        assert "close it on all of them, and make it and its layers again" in sentence
+        assert sentence.endswith("No expert has moved")
 
 
 def test_all_of_a_move_has_one_deadline_and_five_seconds() -> None:
