@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// A part of Dispatch or of Replicate, as couriers take it (courier.hpp), and the words of their lists.
+// A part of Dispatch or of Replicate, as couriers take it (courier.hpp), and the words of their
+// lists.
 //
-// A word says all that there is to know, so there is no descriptor. May not know: which rows go; who
-// takes a part.
+// A word says all that there is to know, so there is no descriptor. May not know: which rows go;
+// who takes a part.
 #pragma once
 
 #include "runtime/base.hpp"

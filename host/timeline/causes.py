@@ -18,9 +18,9 @@ from moeos import _runtime
 from moeos.timeline.call import (
     COMBINE,
     DISPATCH,
+    NONE,
     PRODUCT0,
     PRODUCT1,
-    NONE,
     REPLICATE,
     RETURNS,
     ROUTE,

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from moeos import TwinOptions, World, drawing, virtual
 from moeos.timeline import causes, chrome, files, picture, summary, weights
-from moeos.timeline.call import PRODUCT0, PRODUCT1, NONE, CallTrace, phases, work_time
+from moeos.timeline.call import NONE, PRODUCT0, PRODUCT1, CallTrace, phases, work_time
 from moeos.timeline.weights import Weights
 from moeos.tracing import EVENT, KINDS, OS_ACTORS, TASK_KINDS, RankTrace
 from tests.host import chrome_format
