@@ -125,18 +125,6 @@ inline void decode_codes(u32 (&codes)[4], const u8* row, u32 nth, u32 turn) {
   }
 }
 
-/// sums = the warpgroup's weights times tokens, which begin at `tokens`.
-template <u32 kSums>
-inline void multiply_by_tokens(float (&sums)[kSums], u32 (&weights)[4], const u8* tokens) {
-  hold(sums);
-  wgmma_fence();
-  multiply_codes<false>(sums, weights, matrix_descriptor(tokens));
-  wgmma_commit();
-  wgmma_wait<0>();
-  hold(sums);
-  hold(weights);  // until here
-}
-
 /// d += the warpgroup's 64 rows of a part's weights times a tile's tokens. `kHalves`: of a tile, of
 /// 64 tokens each; `kTokens`: of a product.
 template <const Product& kProduct, u32 kHalves, u32 kTokens = kColumnTokens>
@@ -149,6 +137,10 @@ inline void multiply_by_columns(float (&d)[kColumnHalves][kColumnSums],
   using Scales = ColumnScales<kProduct, kColumns, kBoxes>;
   constexpr u32 kProducts = kCodedDepth / kProductCodes;    // in a box
   constexpr u32 kPieces = kProductCodes / kWeightsOfScale;  // of a product
+  constexpr u32 kOfGroup = kProducts / Scales::kGroups;
+  // Of few tokens several products run together: each would wait for tensor cores longer than it
+  // uses them.
+  constexpr u32 kAtOnce = minimum(kOfGroup * kPieces, kColumnSums / kSums);
   const u32 steps = steps_of(task);
   if (steps == 0) {
     return;
@@ -157,7 +149,7 @@ inline void multiply_by_columns(float (&d)[kColumnHalves][kColumnSums],
   auto* const of_tokens = reinterpret_cast<float*>(shared.route);
   const u32 row = group * kColumnWeights + threadIdx.x / 32 % 4 * kWarpRows + Machine::lane() / 4;
   const u32 turn = row / (kSwizzleBytes / kCodedRowBytes) % kProducts;
-  float sums[kSums] = {};
+  float sums[kAtOnce][kSums] = {};
   // Others may still read what Route has there.
   named_barrier(kConsumersBarrier, kConsumerThreads);
 #pragma unroll 1
@@ -176,7 +168,6 @@ inline void multiply_by_columns(float (&d)[kColumnHalves][kColumnSums],
           from.weights + box * kTileColumns * kSwizzleBytes + row * kCodedRowBytes;
 #pragma unroll
       for (u32 nth = 0; nth < Scales::kGroups; ++nth) {
-        constexpr u32 kOfGroup = kProducts / Scales::kGroups;
         u32 weights[kOfGroup][4];
 #pragma unroll
         for (u32 k = 0; k < kOfGroup; ++k) {
@@ -190,22 +181,38 @@ inline void multiply_by_columns(float (&d)[kColumnHalves][kColumnSums],
           const u8* const tokens = from.rows + (box + half) * kColumnTokens * kSwizzleBytes;
           float of_group[kSums] = {};
 #pragma unroll
-          for (u32 k = 0; k < kOfGroup; ++k) {
-            const u32 product = nth * kOfGroup + k;
+          for (u32 first = 0; first < kOfGroup * kPieces; first += kAtOnce) {
+            u32 rows[kAtOnce][4];
 #pragma unroll
-            for (u32 piece = 0; piece < kPieces; ++piece) {
+            for (u32 nth_sum = 0; nth_sum < kAtOnce; ++nth_sum) {
               // A scale of 16 columns has two of the four registers; the others' are another's.
-              u32 rows[4];
+              const u32 piece = (first + nth_sum) % kPieces;
 #pragma unroll
               for (u32 i = 0; i < 4; ++i) {
-                rows[i] = kPieces == 1 || i / 2 == piece ? weights[k][i] : 0;
+                rows[nth_sum][i] =
+                    kPieces == 1 || i / 2 == piece ? weights[(first + nth_sum) / kPieces][i] : 0;
               }
-              multiply_by_tokens(sums, rows, tokens + product * kProductCodes);
-              const float of_row[2] = {scales.of_weights(0, box, product * kPieces + piece),
-                                       scales.of_weights(1, box, product * kPieces + piece)};
+              hold(sums[nth_sum]);
+            }
+            wgmma_fence();
+#pragma unroll
+            for (u32 nth_sum = 0; nth_sum < kAtOnce; ++nth_sum) {
+              const u32 product = nth * kOfGroup + (first + nth_sum) / kPieces;
+              multiply_codes<false>(sums[nth_sum], rows[nth_sum],
+                                    matrix_descriptor(tokens + product * kProductCodes));
+            }
+            wgmma_commit();
+            wgmma_wait<0>();
+#pragma unroll
+            for (u32 nth_sum = 0; nth_sum < kAtOnce; ++nth_sum) {
+              hold(sums[nth_sum]);
+              hold(rows[nth_sum]);  // until here
+              const u32 scale = nth * kOfGroup * kPieces + first + nth_sum;
+              const float of_row[2] = {scales.of_weights(0, box, scale),
+                                       scales.of_weights(1, box, scale)};
 #pragma unroll
               for (u32 i = 0; i < kSums; ++i) {
-                of_group[i] += sums[i] * of_row[i / 2 % 2];
+                of_group[i] += sums[nth_sum][i] * of_row[i / 2 % 2];
               }
             }
           }
