@@ -15,6 +15,8 @@ from typing import Literal, get_args
 
 from moeos import _runtime
 from moeos.config import MoEConfig
+from moeos.formats import FORMATS
+from moeos.rates import H200_BLOCKS, H200_LINK_BYTES, H200_MEMORY_BYTES, expert_rate
 
 Layout = Literal["auto", "expert_major", "expert_major_persistent", "token_major", "gathered"]
 """Where first products read rows."""
@@ -30,13 +32,7 @@ _NOT_BUILT: dict[str, str] = {
     f"{_runtime.IN_PLACE_TOKENS} tokens, or layout='auto'",
 }
 
-FLOPS = 806e12
-"""A dense product of BF16 on one H200, FLOP/s (docs/performance.md)."""
-MEMORY_BYTES = 4.6e12
-"""What one H200 reads from its memory, bytes/s (docs/performance/gpu-2.md)."""
-LINK_BYTES = 365e9
-"""What one H200 stores to peers over NVLink, bytes/s (the same)."""
-ALL_REDUCE_BYTES = {2: 365e9, 4: 368e9, 8: 470e9}
+ALL_REDUCE_BYTES = {2: 355e9, 4: 368e9, 8: 470e9}
 """What NCCL's all-reduce sends from each rank, bytes/s, by the ranks. With 4 and 8 from the paper's
 Tables 1 and 2b, that is from other machines; with 2 at most what the link takes."""
 LAUNCH = 20e-6
@@ -49,8 +45,6 @@ STEP = 0.7e-6
 """A step of a first product, beside which its rows are loaded (the same)."""
 STEP_BYTES = 128
 """Of a row, in a step."""
-PROCESSORS = 131
-"""Blocks of an H200 that compute."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,13 +117,17 @@ def products(cfg: MoEConfig, tokens: int) -> float:
     weights = (cfg.w1_rows + cfg.intermediate) * cfg.hidden
     pairs = tokens * cfg.slots
     touched = cfg.experts * (1.0 - float((1.0 - 1.0 / cfg.experts) ** pairs))
-    return max(2.0 * pairs * weights / FLOPS, touched * weights * cfg.dtype.itemsize / MEMORY_BYTES)
+    bits = 8 * cfg.dtype.itemsize
+    if cfg.weight_format is not None:
+        bits = FORMATS[cfg.weight_format].code_bits
+    read = touched * weights * bits / 8
+    return max(2.0 * pairs * weights / expert_rate(cfg), read / H200_MEMORY_BYTES)
 
 
 def copies(cfg: MoEConfig, tokens: int) -> float:
     """Rows that are copied before first products read them: each is written and read once more."""
     moved = 2 * tokens * cfg.slots * cfg.hidden * cfg.dtype.itemsize
-    return DISPATCH + moved / MEMORY_BYTES
+    return DISPATCH + moved / H200_MEMORY_BYTES
 
 
 def boxes(cfg: MoEConfig, tokens: int) -> float:
@@ -139,7 +137,7 @@ def boxes(cfg: MoEConfig, tokens: int) -> float:
     steps = -(-cfg.hidden * cfg.dtype.itemsize // STEP_BYTES)
     beyond = max(0.0, tokens * BOX - STEP)
     parts = min(cfg.experts, tokens * cfg.slots) * -(-cfg.w1_rows // 128)
-    return steps * beyond * -(-parts // PROCESSORS)
+    return steps * beyond * -(-parts // (H200_BLOCKS - 1))
 
 
 def gathers(cfg: MoEConfig, tokens: int) -> bool:
@@ -154,7 +152,7 @@ def fused(cfg: MoEConfig, tokens: int, slices: int) -> float:
     completes a share u^k of the tokens. So the links end when the last that they had to wait for is
     sent: the largest of G u + (1 - u^k) L over u.
     """
-    compute, links = products(cfg, tokens), _sums_bytes(cfg, tokens, slices) / LINK_BYTES
+    compute, links = products(cfg, tokens), _sums_bytes(cfg, tokens, slices) / H200_LINK_BYTES
     k = cfg.slots
     if k * links <= compute:
         return compute

@@ -11,11 +11,11 @@ from typing import Annotated, cast, get_args
 import typer
 
 from moeos import jit, kernel_shape
-from moeos.cli.estimate import H200_BLOCKS
 from moeos.commands import failures, output
 from moeos.config import MoEConfig
 from moeos.jit import CompileReport
 from moeos.kernel_shape import KernelShape, Transport
+from moeos.rates import H200_BLOCKS
 
 
 def compile_(

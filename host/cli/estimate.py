@@ -23,19 +23,9 @@ from moeos.call_checks import (
 )
 from moeos.config import MoEConfig, RowMap, Save
 from moeos.engines.twin import sizes_of
+from moeos.rates import H200_GEMM_FLOPS, H200_LINK_BYTES, H200_MEMORY_BYTES, expert_rate
 from moeos.saved_rows import saved_rows
 from moeos.slicing import WHOLE, Slicing
-
-H200_BLOCKS = 132
-"""Streaming multiprocessors of an H100 or H200, one block each."""
-H200_GEMM_FLOPS = 806e12
-"""Dense BF16 GEMM of an H200, measured with cuBLAS at 8192 x 8192 x 8192; FLOP/s."""
-H200_FP8_FLOPS = 1476e12
-"""The same of FP8 by FP8."""
-H200_LINK_BYTES = 355e9
-"""What one H200 sends to peers over NVLink with plain stores, measured; bytes/s."""
-H200_MEMORY_BYTES = 4.4e12
-"""What one H200 reads from its memory, measured; bytes/s."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -345,11 +335,6 @@ def _sizes_of(cut: MoEConfig, ranks: int, slicing: Slicing) -> _runtime.Sizes:
     _, world = slicing.place(0, ranks)
     places = cut.experts_per_rank(slicing.holders(ranks)) if slicing.apart else 0
     return sizes_of(cut, world, processors=1, places=places, rows=slicing.sizes(cut))
-
-
-def expert_rate(cfg: MoEConfig) -> float:
-    """FLOP/s at which an H200 multiplies as a layer's experts do, dense."""
-    return H200_GEMM_FLOPS if cfg.activation_format is None else H200_FP8_FLOPS
 
 
 def _rows_once(

@@ -16,18 +16,12 @@ import typer
 
 from moeos import kernel_shape
 from moeos.cli import estimate, memory
-from moeos.cli.estimate import (
-    H200_BLOCKS,
-    H200_GEMM_FLOPS,
-    H200_LINK_BYTES,
-    H200_MEMORY_BYTES,
-    Sizes,
-    Work,
-)
+from moeos.cli.estimate import Sizes, Work
 from moeos.cli.memory import RankMemory
 from moeos.commands import failures, machine, output
 from moeos.commands.options import ParallelOption, TensorRanks
 from moeos.config import MoEConfig, RowMap
+from moeos.rates import H200_BLOCKS, H200_GEMM_FLOPS, H200_LINK_BYTES, H200_MEMORY_BYTES
 from moeos.slicing import Slicing, slicing_of
 from moeos.world import Backend
 

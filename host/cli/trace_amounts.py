@@ -12,14 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moeos.activations import FORMULAS
-from moeos.cli.estimate import (
-    H200_GEMM_FLOPS,
-    H200_LINK_BYTES,
-    H200_MEMORY_BYTES,
-    expert_bytes_by_name,
-    expert_rate,
-)
+from moeos.cli.estimate import expert_bytes_by_name
 from moeos.config import DTYPES, MoEConfig
+from moeos.rates import H200_GEMM_FLOPS, H200_LINK_BYTES, H200_MEMORY_BYTES, expert_rate
 from moeos.sizes import returned_bytes, sent_bytes
 from moeos.slicing import WHOLE, Slicing, slicing_of
 from moeos.timeline import weights

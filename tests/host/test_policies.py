@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import moeos
-from moeos import MoEConfig, MoELayer, World, policies, virtual
+from moeos import MoEConfig, MoELayer, World, policies, rates, virtual
 from moeos.errors import ConfigMismatch
 from moeos.policies import Policy, Reduce
 from moeos.slicing import Slicing, slicing_of
@@ -223,7 +223,7 @@ def test_sums_end_with_the_products_or_with_the_links() -> None:
     compute = policies.products(QWEN, 16384)
     assert policies.fused(QWEN, 16384, 1) == compute
     both = policies.fused(QWEN, 16384, 8)
-    links = 2 * 16384 * 7 / 8 * 8192 / policies.LINK_BYTES
+    links = 2 * 16384 * 7 / 8 * 8192 / rates.H200_LINK_BYTES
     assert max(compute, links) < both < compute + links
     # As the formula's maximum is over u, no share of the tokens ends later.
     shares = torch.linspace(0, 1, 10_001, dtype=torch.float64)

@@ -156,7 +156,8 @@ def replayed(call: Callable[[], object]) -> Callable[[], object]:
         call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # NCCL's threads ask for events meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         y = call()
 
     def replay() -> object:
