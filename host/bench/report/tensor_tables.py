@@ -153,7 +153,8 @@ def _floor(results: Mapping[str, Any], case: Mapping[str, Any]) -> float | None:
     weights = 3 * case["touched"] * case["intermediate"] * results["hidden"] * itemsize
     sums = 2 * case["tokens"] * (ranks - 1) / ranks * results["hidden"] * itemsize
     products: float = case["times"]["products"]["median"]
-    return max(products, weights / rates["W"], sums / rates["N"])
+    largest: float = max(products, weights / rates["W"], sums / rates["N"])
+    return largest
 
 
 def _shown(name: str) -> str:

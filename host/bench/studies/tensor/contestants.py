@@ -64,7 +64,8 @@ def _gated(rows: Tensor) -> Tensor:
     return silu(gates) * ups
 
 
-_compiled_gated, _compiled_sum = map(torch.compile, (_gated, weighted_sum))
+_compiled_gated = torch.compile(_gated)
+_compiled_sum = torch.compile(weighted_sum)
 
 
 class Baseline:

@@ -146,10 +146,10 @@ class _Study:
             assert self._reader is not None
             mine = device_rates.measure(self._world, self._reader)
             told = self._world.control.allgather(mine, "the rates of the ranks' GPUs")
-            # The layer waits for the slowest one.
+            # The layer waits for the slowest one. Without other ranks there is no N.
+            known = [[rate for one in told if (rate := one[name]) is not None] for name in mine]
             self.document["rates"] = {
-                name: None if mine[name] is None else min(rates[name] for rates in told)
-                for name in mine
+                name: min(rates) if rates else None for name, rates in zip(mine, known, strict=True)
             }
         if self._world.size > 1:
             self._measure_all("together", self._together())
@@ -240,10 +240,11 @@ class _Study:
         cfg = suite.config(intermediate, self._dtype)
         few = suite.config(intermediate, self._dtype, self._few)
         backend = self._world.backend
-        traced = {"trace_events": TRACE_EVENTS} if intermediate == suite.staged else {}
+        traced = intermediate == suite.staged
+        events = TRACE_EVENTS if traced else 0
         with (
             moeos.init(backend, group=own, deadline=_DEADLINE) as world,
-            moeos.init(backend, group=own, deadline=_DEADLINE, **traced) as noting,
+            moeos.init(backend, group=own, deadline=_DEADLINE, trace_events=events) as noting,
         ):
             sizes = {it: few if it == "gathered" else cfg for it in LAYOUTS}
             experts = {it: self._experts(sizes[it], world, it) for it in LAYOUTS}
