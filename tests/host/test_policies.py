@@ -13,6 +13,7 @@ from torch import Tensor
 
 import moeos
 from moeos import MoEConfig, MoELayer, World, policies, rates, virtual
+from moeos.engines.twin import sizes_of
 from moeos.errors import ConfigMismatch
 from moeos.policies import Policy, Reduce
 from moeos.slicing import Slicing, slicing_of
@@ -199,6 +200,11 @@ def test_layouts_have_the_same_bits_and_read_rows_where_they_say(ranks: int) -> 
             y = found["auto"][number]
             assert_matches(weights, call, y)
             assert all(torch.equal(its[number], y) for its in found.values())
+
+
+def test_no_more_tokens_are_read_in_place_than_a_tile_has_words_for() -> None:
+    with pytest.raises(ValueError, match="in_place_tokens is 9, and at most 8 fit"):
+        sizes_of(config(**SIZES), 1, 1, rows={"in_place_tokens": 9})
 
 
 def test_few_tokens_are_gathered_by_the_costs_and_many_are_not() -> None:
