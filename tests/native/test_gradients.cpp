@@ -23,28 +23,25 @@ constexpr u32 kCalls = 3;
 bool run_world(u64 seed) {
   Random random(seed);
   RandomWorld world = draw_world(random, Extent::threads);
+  draw_slices(random, world, 2);
   make_gradient_world(world);
   const Geometry& g = world.geometry;
   const Experts experts = draw_experts(random, world);
-  std::vector<std::vector<RankCall>> calls(g.world);
-  std::vector<std::vector<CallGradients>> gradients(g.world);
+  std::vector<std::vector<RankCall>> calls = draw_calls(random, world, kCalls);
+  std::vector<std::vector<CallGradients>> gradients = draw_gradients(random, world, calls);
   std::vector<WeightSums<float>> found;
-  for (u32 p = 0; p < g.world; ++p) {
-    for (u32 c = 0; c < kCalls; ++c) {
-      calls[p].push_back(draw_call(random, world));
-      gradients[p].push_back(draw_gradients(random, world, calls[p].back()));
-    }
+  for (u32 p = 0; p < g.ranks(); ++p) {
     found.push_back(no_sums(world, experts, p));
   }
   const Heaps heaps(g);
   std::vector<std::unique_ptr<TwinRank>> ranks;
-  for (u32 p = 0; p < g.world; ++p) {
-    ranks.push_back(
-        std::make_unique<TwinRank>(g, world.shape, p, heaps.addresses(), world.settings));
+  for (u32 p = 0; p < g.ranks(); ++p) {
+    ranks.push_back(std::make_unique<TwinRank>(g, world.shape, holder_of(world, p),
+                                               heaps.addresses(), settings_of(world, p)));
   }
-  std::vector<Failure> failures(g.world);
+  std::vector<Failure> failures(g.ranks());
   std::vector<std::thread> threads;
-  for (u32 p = 0; p < g.world; ++p) {
+  for (u32 p = 0; p < g.ranks(); ++p) {
     threads.emplace_back([&, p] {
       for (u32 c = 0; c < kCalls && failures[p].kind == FailureKind::none; ++c) {
         const GradientOperands its = gradients_of(gradients[p][c], found[p]);
@@ -61,16 +58,16 @@ bool run_world(u64 seed) {
   WeightSums<double> right = no_sums(experts);
   const auto require = [&](bool holds, u32 rank, const char* what, double error) {
     if (!holds) {
-      std::printf("seed %llu: rank %u, %s: error %g (world %u experts %u k %u)\n", seed, rank, what,
-                  error, g.world, g.experts, g.top_k);
+      std::printf("seed %llu: rank %u, %s: error %g (world %u slices %u experts %u k %u)\n", seed,
+                  rank, what, error, g.world, g.slices, g.experts, g.top_k);
       good = false;
     }
   };
-  for (u32 p = 0; p < g.world; ++p) {
+  for (u32 p = 0; p < g.ranks(); ++p) {
     require(failures[p].kind == FailureKind::none, p, "a failure of kind",
             static_cast<u32>(failures[p].kind));
     for (u32 c = 0; c < kCalls; ++c) {
-      const double error = error_of_call(world, experts, calls[p][c], gradients[p][c], right);
+      const double error = error_of_call(world, experts, p, calls[p][c], gradients[p][c], right);
       require(error < kErrorMost, p, "x or topk_weights", error);
     }
   }

@@ -22,13 +22,12 @@ namespace {
 constexpr u32 kCalls = 3;
 constexpr u64 kPointsMost = 20'000'000;  // of a run; the longest seen take a tenth of it
 
-/// A world whose calls are of gradients, or whose experts may be cut into slices.
+/// A world whose experts may be cut into slices, and whose calls may be of gradients.
 RandomWorld draw_explored(Random& random, bool gradients) {
   RandomWorld world = draw_world(random, Extent::fibers);
+  draw_slices(random, world, 1);
   if (gradients) {
     make_gradient_world(world);
-  } else {
-    draw_slices(random, world, 1);
   }
   return world;
 }
@@ -182,17 +181,9 @@ class Run {
     failed_at_ns_.resize(g.ranks());
     const bool with_nic =
         scenario_ == Scenario::nic || (scenario_ != Scenario::quiet && draw(random_, 0, 1) == 1);
+    calls_ = draw_calls(random_, world_, kCalls);
     if (gradients_) {
-      calls_.resize(g.world);
-      call_gradients_.resize(g.world);
-      for (u32 p = 0; p < g.world; ++p) {
-        for (u32 call = 0; call < kCalls; ++call) {
-          calls_[p].push_back(draw_call(random_, world_));
-          call_gradients_[p].push_back(draw_gradients(random_, world_, calls_[p].back()));
-        }
-      }
-    } else {
-      calls_ = draw_calls(random_, world_, kCalls);
+      call_gradients_ = draw_gradients(random_, world_, calls_);
     }
     for (u32 p = 0; p < g.ranks(); ++p) {
       Nic* nic = nullptr;
@@ -273,9 +264,7 @@ class Run {
           Operands operands = operands_of(world_, experts_, p, call);
           GradientOperands its{};
           if (gradients_) {
-            CallGradients& gradients = call_gradients_[p][number];
-            std::fill(gradients.d_topk_weights.begin(), gradients.d_topk_weights.end(), NAN);
-            its = gradients_of(gradients, sums_[p]);
+            its = gradients_of(call_gradients_[p][number], sums_[p]);
             operands.gradients = &its;
           }
           failures_[p] = ranks_[p]->forward(operands, call.tokens, world_.geometry.capacity);
@@ -317,7 +306,7 @@ class Run {
   /// What came of a rank's calls, of which the first `made` ended well.
   void judge(u32 rank, u32 made) {
     for (u32 call = 0; call < made; ++call) {
-      const double error = gradients_ ? error_of_call(world_, experts_, calls_[rank][call],
+      const double error = gradients_ ? error_of_call(world_, experts_, rank, calls_[rank][call],
                                                       call_gradients_[rank][call], right_sums_)
                                       : largest_error(world_, experts_, calls_[rank][call], rank);
       if (!(error < kErrorMost)) {

@@ -25,6 +25,8 @@ double error_of(const float* found, const double* right, u64 count) {
   return worst / largest;
 }
 
+constexpr float kOfShared = 0.25F;  // what each slice adds to the gradient of what weighs these
+
 void add(const float* from, u64 count, float* to) {
   std::transform(from, from + count, to, to, std::plus<float>());
 }
@@ -83,21 +85,37 @@ void make_gradient_world(RandomWorld& world) {
   g.row_bytes = g.sent_bytes = g.returned_bytes = rows.sent_bytes();
   g.hidden_bytes = rows.kept_bytes();
   g.alters_rows = 1;
+  g.sums_everywhere = g.sliced() ? 1 : 0;
   g.between_rows = 0;
   g.ring_rows = 0;
   world.settings.gradients = true;
 }
 
-CallGradients draw_gradients(Random& random, const RandomWorld& world, const RankCall& call) {
-  return {draw_floats(random, u64{call.tokens} * world.shape.hidden, 1.0F),
-          std::vector<float>(call.weights.size(), NAN)};
+std::vector<std::vector<CallGradients>> draw_gradients(
+    Random& random, const RandomWorld& world, const std::vector<std::vector<RankCall>>& calls) {
+  std::vector<std::vector<CallGradients>> drawn(calls.size());
+  for (u32 rank = 0; rank < calls.size(); ++rank) {
+    const u32 slice = rank % slices_of(world);
+    if (slice != 0) {
+      drawn[rank] = drawn[rank - slice];
+      continue;
+    }
+    for (const RankCall& call : calls[rank]) {
+      drawn[rank].push_back({draw_floats(random, u64{call.tokens} * world.shape.hidden, 1.0F),
+                             std::vector<float>(call.weights.size()),
+                             std::vector<float>(call.tokens)});
+    }
+  }
+  return drawn;
 }
 
 WeightSums<float> no_sums(const RandomWorld& world, const Experts& experts, u32 rank) {
   const Geometry& g = world.geometry;
-  const u64 own = g.first_expert(rank + 1) - g.first_expert(rank);
-  return {std::vector<float>(own * (experts.w1.size() / g.routed_experts())),
-          std::vector<float>(own * (experts.w2.size() / g.routed_experts()))};
+  const u32 holder = holder_of(world, rank);
+  const u64 own = g.first_expert(holder + 1) - g.first_expert(holder);
+  const u64 all = u64{slices_of(world)} * g.routed_experts();
+  return {std::vector<float>(own * (experts.w1.size() / all)),
+          std::vector<float>(own * (experts.w2.size() / all))};
 }
 
 WeightSums<double> no_sums(const Experts& experts) {
@@ -105,14 +123,24 @@ WeightSums<double> no_sums(const Experts& experts) {
 }
 
 GradientOperands gradients_of(CallGradients& gradients, WeightSums<float>& sums) {
-  return {gradients.d_out.data(), gradients.d_topk_weights.data(),
-          sums.w1.data(),         nullptr,
-          sums.w2.data(),         nullptr};
+  std::fill(gradients.d_topk_weights.begin(), gradients.d_topk_weights.end(), NAN);
+  std::fill(gradients.d_shared.begin(), gradients.d_shared.end(), kOfShared);
+  return {.d_out = gradients.d_out.data(),
+          .d_topk_weights = gradients.d_topk_weights.data(),
+          .d_w1 = sums.w1.data(),
+          .d_b1 = nullptr,
+          .d_w2 = sums.w2.data(),
+          .d_b2 = nullptr,
+          .d_shared = gradients.d_shared.data()};
 }
 
-double error_of_call(const RandomWorld& world, const Experts& experts, const RankCall& call,
-                     const CallGradients& gradients, WeightSums<double>& right) {
+double error_of_call(const RandomWorld& world, const Experts& experts, u32 rank,
+                     const RankCall& call, const CallGradients& gradients,
+                     WeightSums<double>& right) {
   const Geometry& g = world.geometry;
+  WeightSums<double> counted = no_sums(experts);
+  const bool first_rank = rank % slices_of(world) == 0;
+  WeightSums<double>& sums = first_rank ? right : counted;
   const u32 hidden = world.shape.hidden;
   std::vector<u32> used(g.experts, 0);
   double worst = 0.0;
@@ -123,11 +151,17 @@ double error_of_call(const RandomWorld& world, const Experts& experts, const Ran
     for (u32 j = 0; j < g.top_k; ++j) {
       const u32 pair = token * g.top_k + j;
       const i32 expert = call.ids[pair];
-      if (expert >= 0 && used[expert]++ < g.capacity) {
-        d_topk[j] = add_pair(world, experts, static_cast<u32>(expert), &call.x[first],
-                             &gradients.d_out[first], call.weights[pair], d_x.data(), right);
+      if (expert < 0 || used[expert]++ >= g.capacity) {
+        continue;
+      }
+      for (u32 slice = 0; slice < slices_of(world); ++slice) {
+        d_topk[j] +=
+            add_pair(world, experts, slice * g.routed_experts() + static_cast<u32>(expert),
+                     &call.x[first], &gradients.d_out[first], call.weights[pair], d_x.data(), sums);
       }
     }
+    const double d_shared = double{kOfShared} * slices_of(world);
+    worst = std::fmax(worst, error_of(&gradients.d_shared[token], &d_shared, 1));
     worst = std::fmax(worst, error_of(&call.out[first], d_x.data(), hidden));
     worst = std::fmax(
         worst, error_of(&gradients.d_topk_weights[u64{token} * g.top_k], d_topk.data(), g.top_k));
@@ -138,14 +172,16 @@ double error_of_call(const RandomWorld& world, const Experts& experts, const Ran
 double error_of_sums(const RandomWorld& world, const Experts& experts,
                      const std::vector<WeightSums<float>>& found, const WeightSums<double>& right) {
   const Geometry& g = world.geometry;
-  const u64 of_expert1 = experts.w1.size() / g.routed_experts();
-  const u64 of_expert2 = experts.w2.size() / g.routed_experts();
+  const u32 all = slices_of(world) * g.routed_experts();
+  const u64 of_expert1 = experts.w1.size() / all;
+  const u64 of_expert2 = experts.w2.size() / all;
   WeightSums<float> sums{std::vector<float>(experts.w1.size()),
                          std::vector<float>(experts.w2.size())};
-  for (u32 expert = 0; expert < g.routed_experts(); ++expert) {
-    for (const u32 place : places_of(world, expert)) {
-      const u32 rank = g.owner_of(place);
-      const u32 local = place - g.first_expert(rank);
+  for (u32 expert = 0; expert < all; ++expert) {  // slice by slice
+    for (const u32 place : places_of(world, expert % g.routed_experts())) {
+      const u32 holder = g.owner_of(place);
+      const u32 local = place - g.first_expert(holder);
+      const u32 rank = holder * slices_of(world) + expert / g.routed_experts();
       add(&found[rank].w1[local * of_expert1], of_expert1, &sums.w1[expert * of_expert1]);
       add(&found[rank].w2[local * of_expert2], of_expert2, &sums.w2[expert * of_expert2]);
     }

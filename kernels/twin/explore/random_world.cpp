@@ -13,6 +13,8 @@
 
 namespace moeos::twin {
 
+u32 slices_of(const RandomWorld& world) { return maximum(1U, world.geometry.slices); }
+
 namespace {
 
 /// Draws a code, and appends it to `codes` or puts it into the upper half of their last byte.
@@ -209,8 +211,6 @@ void draw_table(Random& random, RandomWorld& world) {
   g.placed_experts = experts;
   g.experts = g.world * each;
 }
-
-u32 slices_of(const RandomWorld& world) { return maximum(1U, world.geometry.slices); }
 
 /// Values of all experts, as ranks hold them.
 template <class T>

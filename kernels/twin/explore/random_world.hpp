@@ -37,6 +37,8 @@ std::vector<float> draw_floats(Random& random, u64 count, float deviation);
 /// held by so many ranks at most; `random` stays as it is. For who runs Geometry::ranks() ranks,
 /// with what the next two say.
 void draw_slices(const Random& random, RandomWorld& world, u32 holders_most);
+/// How many there are; 1 where experts are whole.
+u32 slices_of(const RandomWorld& world);
 /// Of a rank of all: its number among those that hold its slice, and what it is told.
 u32 holder_of(const RandomWorld& world, u32 rank);
 TwinSettings settings_of(const RandomWorld& world, u32 rank);
