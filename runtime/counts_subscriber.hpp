@@ -73,16 +73,32 @@ class CountsSubscriber {
   /// ranks there is nobody else.
   Answer answer(Failure& failure) {
     const Geometry& geometry = rank_.geometry();
-    const u32 late = missing(failure);
-    const u32 links = MOEOS_PLANTED(waiting_ranks_are_blamed) || geometry.ranks() <= 2 ? 0
-                      : late > 1                                                       ? 4
-                                                                                       : 2;
-    return grace_time_.answer(late > 0, links, rank_.deadline_ns);
+    bool all_wait = true;
+    const u32 late = missing(failure, all_wait);
+    const u32 links = (late > 1 ? 4 : 2) + (all_wait ? kLinksOfSums : 0);
+    const bool nobody_else = geometry.ranks() <= 2 || MOEOS_PLANTED(waiting_ranks_are_blamed);
+    return grace_time_.answer(late > 0, nobody_else ? 0 : links, rank_.deadline_ns);
   }
 
  private:
-  /// How many ranks' counts have not come, and the first count that has not.
-  u32 missing(Failure& failure) const {
+  /// Within these a rank names whom it awaits in its sums (SumsSubscriber::answer).
+  static constexpr u32 kLinksOfSums = 7;
+
+  /// Whether a rank that has not made our call waits in the one before for another slice: it will
+  /// name that one.
+  bool waits(u32 source) const {
+    if (!rank_.geometry().sliced()) {
+      return false;
+    }
+    // As a count: it publishes nothing but itself.
+    const u64 word = open(P::template load_relaxed<Scope::system>(
+        reinterpret_cast<const u64*>(rank_.platform.peer(source) + rank_.layout.awaits())));
+    return static_cast<u32>(word >> 32) == call_.epoch - 1;
+  }
+
+  /// How many ranks' counts have not come, and the first count that has not, of a rank that does
+  /// not wait itself, if there is one; else all of them do.
+  u32 missing(Failure& failure, bool& all_wait) const {
     const Geometry& geometry = rank_.geometry();
     u32 late = 0;
     for (u32 source = 0; source < geometry.world; ++source) {
@@ -93,13 +109,15 @@ class CountsSubscriber {
         if (static_cast<u32>(word >> 32) == call_.epoch) {
           continue;
         }
-        if (late == 0) {
+        const bool its = waits(source);
+        if (late == 0 || (all_wait && !its)) {
           failure.kind = FailureKind::counts_late;
           failure.peer = source;
           failure.expert = expert;
           failure.expected = call_.epoch;
           failure.seen = word >> 32;
         }
+        all_wait = all_wait && its;
         ++late;
         break;
       }

@@ -19,7 +19,7 @@ class GraceTime {
   static constexpr u64 kLinkNsMost = 250'000'000;
   static constexpr u32 kLinksOfDeadline = 8;
   /// Of any chain.
-  static constexpr u32 kLinksMost = 7;
+  static constexpr u32 kLinksMost = 11;
 
   /// What to say when asked: something is `late`, and somebody may know why behind up to so many
   /// links.

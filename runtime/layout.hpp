@@ -54,6 +54,7 @@ class Layout {
     abort_ = reserve(sizeof(u64));
     failures_ = reserve(u64{geometry.ranks()} * (kCacheLine + kPutWords * sizeof(u64)));
     calls_ = reserve(u64{2} * geometry.ranks() * sizeof(u64));
+    awaits_ = reserve(geometry.sliced() ? sizeof(u64) : 0);
     header_ = offset;
     offset = 0;  // from words_at on
     counts_ = reserve(u64{2} * geometry.world * geometry.local_experts() * sizeof(u64));
@@ -121,6 +122,10 @@ class Layout {
   }
 
   // Of ranks that hold slices of the same experts (slices.hpp). Flags are the epoch, sealed.
+
+  /// `epoch << 32 | 1`, sealed, of the last call in which this rank has missed something of another
+  /// slice when it was asked. It writes it; others read it here before they blame this rank.
+  constexpr u64 awaits() const { return awaits_; }
 
   /// `epoch << 32 | inputs_of`, sealed, of the call that slice s makes.
   constexpr u64 inputs(u32 epoch, u32 s) const {
@@ -274,6 +279,7 @@ class Layout {
   u64 abort_ = 0;
   u64 failures_ = 0;
   u64 calls_ = 0;
+  u64 awaits_ = 0;
   u64 header_ = 0;
   // From words_at on.
   u64 counts_ = 0;

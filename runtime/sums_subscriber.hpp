@@ -63,6 +63,11 @@ class SumsSubscriber {
     const Geometry& geometry = rank_.geometry();
     const bool silent = names_silent(failure);
     const bool late = silent || names_late(failure);
+    if (late) {
+      // As a count: it publishes nothing but itself (CountsSubscriber::waits).
+      P::template store_relaxed<Scope::system>(
+          reinterpret_cast<u64*>(rank_.heap + rank_.layout.awaits()), count_word(call_.epoch, 1));
+    }
     const u32 links = (silent ? 3 : failure.seen == kSums ? 2 : 1) + (geometry.world > 1 ? 4 : 0);
     return grace_time_.answer(late, geometry.ranks() <= 2 ? 0 : links, rank_.deadline_ns);
   }
