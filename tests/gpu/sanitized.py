@@ -13,6 +13,7 @@ import torch
 
 from moeos import World, jit, virtual
 from tests.gpu.cases import RankLayer, assert_matches, call_on_gpu, draw_routed_call, on_gpu
+from tests.gradients import Gradients, assert_match, drawn, found_of, leaves_of
 from tests.layers import Call, config, draw_given_call, draw_weights
 
 DEADLINE = 200.0
@@ -37,6 +38,25 @@ CONFIGS = {
     ),
     "remote": config(dtype=torch.bfloat16, max_tokens=96, capacity_factor=1.5, row_map="capacity"),
 }
+TRAINED = {
+    "gated": config(
+        dtype=torch.bfloat16,
+        max_tokens=96,
+        bias=True,
+        zero_experts=2,
+        top_k=3,
+        save="preactivation",
+    ),
+    "weights on inputs": config(
+        dtype=torch.bfloat16,
+        max_tokens=96,
+        top_k=1,
+        scoring="sigmoid",
+        renormalize=False,
+        apply_router_weight_on_input=True,
+    ),
+}
+"""Of which calls of gradients are watched, too."""
 RANKS_PER_NODE = {"remote": 1}
 """Where some peers are remote."""
 
@@ -70,5 +90,25 @@ def main(name: str, ranks: int) -> None:
     print(f"{name} on {ranks} virtual ranks is right", flush=True)
 
 
+def train(name: str, ranks: int) -> None:
+    """A call of each rank, and its backward."""
+    jit._OPTIONS = (*jit._OPTIONS, "--generate-line-info")
+    cfg = TRAINED[name]
+    weights = draw_weights(cfg)
+    calls = [draw_given_call(cfg, cfg.max_tokens - 3 * rank, rank) for rank in range(ranks)]
+
+    def rank_main(world: World) -> Gradients:
+        layer = weights.layer(world).requires_grad_()
+        call = leaves_of(call_on_gpu(calls[world.rank]))
+        call(layer).backward(drawn(calls[world.rank], world.rank).cuda())
+        layer.check()
+        return {name: gradient.cpu() for name, gradient in found_of(call, layer).items()}
+
+    assert_match(
+        weights, calls, virtual.run(rank_main, ranks=ranks, backend="cuda", deadline=DEADLINE)
+    )
+    print(f"{name} on {ranks} virtual ranks is right", flush=True)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    (main if sys.argv[1] in CONFIGS else train)(sys.argv[1], int(sys.argv[2]))

@@ -25,7 +25,7 @@ import sys
 import pytest
 
 from tests.gpu.cases import blocks, why_not
-from tests.gpu.sanitized import CONFIGS
+from tests.gpu.sanitized import CONFIGS, TRAINED
 from tests.processes import ROOT
 
 TOOL = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
@@ -90,6 +90,13 @@ def functions(first: str, second: str) -> frozenset[str]:
 @all_configs
 def test_memcheck_finds_nothing(name: str) -> None:
     code, text = watched("moeos_forward", layer(name), "--tool", "memcheck")
+    assert code == 0, text[-5000:]
+    assert "ERROR SUMMARY: 0 errors" in text
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_memcheck_finds_nothing_in_calls_of_gradients(name: str) -> None:
+    code, text = watched("moeos_", layer(name), "--tool", "memcheck")
     assert code == 0, text[-5000:]
     assert "ERROR SUMMARY: 0 errors" in text
 
