@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+from torch.compiler import is_compiling
 
 from moeos import (
     agreement,
@@ -267,11 +268,12 @@ class Experts:
         if trains:
             if at_once and holder is None:
                 wrappers.warn_of_averaged(self, own)
-            with_main = tuple(main_grads.found(dict(zip(call_checks.OWN, own, strict=True))))
-            if at_once or with_main:
+            named = dict(zip(call_checks.OWN, own, strict=True))
+            main = main_grads.found(named, (rows, weights))
+            if at_once or (main and not is_compiling()):
                 call_checks.check_memory(rows, routing, own)
                 asked = gradients.How(
-                    *(self.engine, cfg, ids, tokens, caller.any_ids, pieces, with_main)
+                    *(self.engine, cfg, ids, tokens, caller.any_ids, pieces, tuple(main))
                 )
                 trained = gradients.call(asked, rows, weights, own)
             else:
@@ -281,6 +283,7 @@ class Experts:
                     saved_rows=self.engine.saved_rows.of_call(rows.shape[0], pieces),
                     any_ids=caller.any_ids,
                     pieces=pieces,
+                    main=[main.get(name) for name in call_checks.OWN] if main else [],
                 )
             return trained if x.dim() == 2 else trained.view(x.shape)
         if at_once and call_checks.PLAIN.issuperset(map(type, (x, *routing, out, *own))):

@@ -27,14 +27,15 @@ from moeos.gradients import How, Kept
 _NAMES = ("x", "topk_weights", *call_checks.WEIGHTS, *call_checks.ROUTER, *call_checks.SHARED)
 """What `moeos::backward` returns gradients of. Formats have none."""
 custom_op.library.define(
-    f"record({custom_op.TENSORS}, {custom_op.HOW}, int slots, SymInt saved_rows=0) -> "
+    f"record({custom_op.TENSORS}, {custom_op.HOW}, int slots, Tensor?[] main, "
+    "SymInt saved_rows=0) -> "
     "(Tensor out, Tensor topk_ids, Tensor topk_weights, Tensor tokens, Tensor saved)"
 )
 custom_op.library.define(
     "backward(Tensor key, Tensor x, Tensor d_out, Tensor topk_ids, "
     "Tensor topk_weights, Tensor tokens, Tensor saved, Tensor?[] own, Tensor? after, *, "
     "bool[] wanted, "
-    "ScalarType? dtype_of_weights=None, int pieces=1) -> "
+    "ScalarType? dtype_of_weights=None, int pieces=1, bool[] unrounded=[]) -> "
     f"({', '.join('Tensor' for _ in _NAMES)}, Tensor before)"
 )
 
@@ -50,12 +51,14 @@ def call(
     saved_rows: int,
     any_ids: bool,
     pieces: int,
+    main: Sequence[Tensor | None],
 ) -> Tensor:
     """The output of a call of rows x, as an operator. `routing`: topk_ids, topk_weights and tokens;
-    `slots`: of a token; `saved_rows`: of the engine's in this call.
+    `slots`: of a token; `saved_rows`: of the engine's in this call; `main`: of its own tensors what
+    their gradients are added to in the backward, in place of a gradient.
     """
     how = {"slots": slots, "saved_rows": saved_rows, "any_ids": any_ids, "pieces": pieces}
-    y: Tensor = record(order, key, x, *routing, *own, **how)[0]
+    y: Tensor = record(order, key, x, *routing, *own, main=main, **how)[0]
     return y
 
 
@@ -73,6 +76,7 @@ class _Asked(NamedTuple):
     """
 
     slots: int
+    main: Sequence[Tensor | None]
     saved_rows: int = 0
     any_ids: bool = False
     pieces: int = 1
@@ -86,11 +90,16 @@ class _Differentiable(torch.autograd.Function):
         ctx: Any, asked: _Asked, order: Tensor, key: Tensor, x: Tensor, *others: Any
     ) -> tuple[Tensor, ...]:
         with torch._C._AutoDispatchBelowAutograd():
-            out, *kept = record(order, key, x, *others, **asked._asdict())
+            out, *kept = record(order, key, x, *others, **asked._replace(main=[])._asdict())
         _, weights, _, *own = others
         ctx.mark_non_differentiable(*kept)
         ctx.set_materialize_grads(False)
         ctx.pieces = asked.pieces
+        # Calls of other graphs may add to it before this one's backward does: no version is looked
+        # at. Not among the saved tensors, and marked so for AOTAutograd.
+        ctx.main = dict(zip(call_checks.OWN, asked.main, strict=False))
+        for main_grad in asked.main:
+            _leave_unchecked(main_grad)
         ctx.dtype_of_weights = None if weights is None else weights.dtype
         ctx.save_for_backward(key, x, *kept, *own)
         return out, *kept
@@ -103,6 +112,7 @@ class _Differentiable(torch.autograd.Function):
         if ctx.dtype_of_weights is not None:  # then the gate has no part in it
             for number, name in enumerate(_NAMES):
                 wanted[number] &= name not in call_checks.ROUTER
+        main = [ctx.main.get(name) for name in _NAMES]
         graph = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
         *derived, before = backward(
             *(
@@ -119,13 +129,32 @@ class _Differentiable(torch.autograd.Function):
             wanted=wanted,
             dtype_of_weights=ctx.dtype_of_weights,
             pieces=ctx.pieces,
+            unrounded=[
+                one is not None and one.dtype == torch.float32 and name in call_checks.WEIGHTS
+                for name, one in zip(_NAMES, main, strict=True)
+            ],
         )
         if graph is not None:
             _last[graph] = before
         found: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
-        for place, one, gradient in zip(_PLACES, wanted, derived, strict=True):
-            found[place] = gradient if one else None
+        for place, one, its, gradient in zip(_PLACES, wanted, main, derived, strict=True):
+            if one and its is not None:
+                its.add_(gradient)
+            elif one:
+                found[place] = gradient
         return tuple(found)
+
+
+def _leave_unchecked(tensor: Tensor | None) -> None:
+    """Says of a tensor of the graph that is traced, if it is one, that it may have changed before
+    the backward. PyTorch before 2.13 does not read that, and raises then.
+    """
+    if tensor is None:
+        return
+    from torch.fx.experimental import proxy_tensor  # takes a second, and a tracer has it
+
+    for proxy in proxy_tensor._get_proxies(tensor):
+        proxy.node.meta["saved_tensor_with_no_vc_check"] = True
 
 
 _FIRST_OWN = 1 + 3 + custom_op.ROUTING
@@ -173,11 +202,15 @@ def _run_backward(
     wanted: Sequence[bool],
     dtype_of_weights: torch.dtype | None = None,
     pieces: int = 1,
+    unrounded: Sequence[bool] = (),
 ) -> tuple[Tensor, ...]:
     kept = Kept(x, d_out, ids, used, int(tokens.item()), saved, dtype_of_weights)
     rest = (False,) * (len(own) + 2 - len(wanted))
     with _autograd():
-        found = gradients.derive(_how(key, pieces), kept, own, (False, *wanted, *rest))
+        in_fp32 = {name for name, one in zip(_NAMES, unrounded, strict=False) if one}
+        found = gradients.derive(
+            _how(key, pieces), kept, own, (False, *wanted, *rest), unrounded=in_fp32
+        )
     return (
         *(found[place] if one else x.new_empty(0) for place, one in enumerate(wanted, gradients.X)),
         x.new_empty(0),
@@ -232,15 +265,19 @@ def _describe_backward(
     *others: Any,
     wanted: Sequence[bool],
     dtype_of_weights: torch.dtype | None = None,
+    unrounded: Sequence[bool] = (),
     **how: Any,
 ) -> tuple[Tensor, ...]:
     """What tracing needs to know of a backward."""
     _, _, own, _ = others
     weights = used.to(dtype_of_weights or used.dtype)
+    in_fp32 = [*unrounded, *(False,) * len(wanted)]
     return (
         *(
-            torch.empty_like(tensor) if one and tensor is not None else x.new_empty(0)
-            for one, tensor in zip(wanted, (x, weights, *own), strict=False)
+            torch.empty_like(tensor, dtype=torch.float32 if exact else None)
+            if one and tensor is not None
+            else x.new_empty(0)
+            for one, exact, tensor in zip(wanted, in_fp32, (x, weights, *own), strict=False)
         ),
         x.new_empty(0),
     )

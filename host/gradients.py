@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -122,9 +122,11 @@ def derive(
     own: Sequence[Any],
     wanted: Sequence[bool],
     main: Mapping[str, Tensor] = MappingProxyType({}),
+    unrounded: Collection[str] = (),
 ) -> dict[int, Tensor]:
     """The gradients of the inputs of `_Call.forward` that are wanted, by their places. Collective.
     `main`: of a call's own tensors what an fp32 sum may be added to in place, and then is found.
+    `unrounded`: the experts' tensors whose gradients are found in fp32.
     """
     cfg, x, tokens, slicing = how.cfg, kept.x, kept.tokens, how.engine.slicing
     found: dict[int, Tensor] = {}
@@ -133,7 +135,7 @@ def derive(
     of_slice = _NOTHING_OF_SLICE
     if slicing.sums and cfg.shared_experts > 0:
         of_slice = _slices_of_shared(cfg, kept, own, wanted, found)
-    d_x, d_used = _experts(how, kept, own, wanted, main, found, of_slice)
+    d_x, d_used = _experts(how, kept, own, wanted, main, unrounded, found, of_slice)
     of_x = [d_x]
 
     def add(function: Callable[..., Tensor], d_made: Tensor, *names: str) -> None:
@@ -215,6 +217,7 @@ def _experts(
     own: Sequence[Tensor],
     wanted: Sequence[bool],
     main: Mapping[str, Tensor],
+    unrounded: Collection[str],
     found: dict[int, Tensor],
     of_slice: _OfSlice,
 ) -> tuple[Tensor, Tensor]:
@@ -252,7 +255,8 @@ def _experts(
         )
     )
     found.update(
-        (PLACE[name], total if name in main else total.to(x.dtype)) for name, total in sums.items()
+        (PLACE[name], total if name in main else total.to(_dtype_of(name, x, unrounded)))
+        for name, total in sums.items()
     )
     return d_x, d_used
 
@@ -268,7 +272,7 @@ def _gathered(how: How, kept: Kept, own: Sequence[Tensor]) -> Tensor:
     )
     nothing_else = (False,) * (_OWN + len(own))
     brought = _OfSlice(kept.d_out.float(), None)
-    return _experts(how, of_none, own, nothing_else, {}, {}, brought)[0]
+    return _experts(how, of_none, own, nothing_else, {}, (), {}, brought)[0]
 
 
 def _slices_of_shared(
@@ -295,6 +299,10 @@ def _slices_of_shared(
     d_x = derived.pop(X).float()
     found.update(derived)
     return _OfSlice(d_x, d_shared)
+
+
+def _dtype_of(name: str, x: Tensor, unrounded: Collection[str]) -> torch.dtype:
+    return torch.float32 if name in unrounded else x.dtype
 
 
 def _derive(

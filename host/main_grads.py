@@ -7,7 +7,7 @@ nothing of calls or engines.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,14 @@ from torch.compiler import is_compiling
 from moeos import tensor_memory
 
 
-def found(named: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+def found(
+    named: Mapping[str, Tensor | None], beside: Sequence[Tensor | None] = ()
+) -> dict[str, Tensor]:
     """The `main_grad` of those that have one and want a gradient, by their names.
 
     Raises `TypeError` or `ValueError` for one that is not contiguous of its parameter's shape and
-    device, and of fp32 or the parameter's dtype. Breaks the graph of a compiler where there is one.
+    device, and of fp32 or the parameter's dtype. Breaks the graph of a compiler that could not add
+    to it; `beside`: what else may want a gradient.
     """
     kept = {}
     for name, parameter in named.items():
@@ -30,13 +33,25 @@ def found(named: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
         main_grad = getattr(parameter, "main_grad", None)
         if main_grad is not None:
             if is_compiling():
-                torch._dynamo.graph_break(
-                    msg=f"{name} has a main_grad, and no graph of torch.compile adds to one: leave "
-                    "fullgraph=True away, and the graph breaks at the layer, whose backward does"
-                )
-            check(f"main_grad of {name}", main_grad, parameter)
+                if hasattr(parameter, "grad_added_to_main_grad"):
+                    _break(f"{name} has grad_added_to_main_grad, which no graph sets")
+                check_form(f"main_grad of {name}", main_grad, parameter)
+            else:
+                check(f"main_grad of {name}", main_grad, parameter)
             kept[name] = main_grad
+    if kept and is_compiling():
+        others = (*beside, *(one for name, one in named.items() if name not in kept))
+        if not any(one is not None and one.requires_grad for one in others):
+            # None of these gets a gradient from autograd, which would make no backward.
+            _break(f"all that wants a gradient, such as {next(iter(kept))}, has a main_grad")
     return kept
+
+
+def _break(why: str) -> None:
+    torch._dynamo.graph_break(
+        msg=f"{why}: leave fullgraph=True away, and the graph breaks at the layer, whose backward "
+        "adds to main_grad"
+    )
 
 
 def asked(accumulator: Any) -> bool:
@@ -73,6 +88,13 @@ def add(parameter: Tensor, main_grad: Tensor, gradient: Tensor) -> Tensor | None
 def check(what: str, main_grad: object, parameter: Tensor) -> None:
     """Raises `TypeError` or `ValueError` as `found` does."""
     main_grad = tensor_memory.require_dense(what, main_grad)
+    check_form(what, main_grad, parameter)
+    tensor_memory.require_memory(what, main_grad)
+    tensor_memory.require_writable(what, main_grad)
+
+
+def check_form(what: str, main_grad: Tensor, parameter: Tensor) -> None:
+    """The same, but for what is known of memory alone."""
     if main_grad.shape != parameter.shape:
         raise ValueError(
             f"{what} has shape {list(main_grad.shape)}; it must be the parameter's, "
@@ -95,5 +117,3 @@ def check(what: str, main_grad: object, parameter: Tensor) -> None:
         )
     if main_grad.requires_grad:
         raise ValueError(f"{what} requires a gradient: keep main_grad.detach()")
-    tensor_memory.require_memory(what, main_grad)
-    tensor_memory.require_writable(what, main_grad)

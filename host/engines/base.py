@@ -151,6 +151,10 @@ class Engine(Protocol):
     def number(self) -> int:
         """Of the layer, in the order in which those of its world are made."""
 
+    @property
+    def cfg(self) -> MoEConfig:
+        """The layer's config, of one slice where experts are cut."""
+
     @staticmethod
     def check_supported(cfg: MoEConfig) -> None:
         """Raises `ValueError` for a layer that this machine's kernels do not have."""

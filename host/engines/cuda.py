@@ -167,6 +167,11 @@ class CudaEngine:
         """See `Engine.number`."""
         return self._number
 
+    @property
+    def cfg(self) -> MoEConfig:
+        """See `Engine.cfg`."""
+        return self._shape.cfg
+
     def forward(self, tensors: CallTensors) -> None:
         """Launches one call on the current stream and returns; see `Engine.forward`.
 

@@ -187,7 +187,7 @@ class TwinEngine:
 
     @property
     def cfg(self) -> MoEConfig:
-        """The layer's config."""
+        """See `Engine.cfg`."""
         return self._cfg
 
     @property

@@ -214,9 +214,54 @@ def test_what_differs_in_a_call_needs_no_graph_of_its_own() -> None:
     assert virtual.run(rank_main, ranks=1) == [1]
 
 
-def test_a_main_grad_is_added_to_where_the_graph_breaks() -> None:
+@quick_backends
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_graph_adds_to_main_grads(backend: str, dtype: torch.dtype) -> None:
+    """Of calls under way, too, whose backwards come in any order; sums are not rounded on the way,
+    as they are not outside of a graph."""
+    weights = draw_weights(dataclasses.replace(CFG, dtype=dtype))
+
+    def rank_main(world: World) -> None:
+        layer = weights.layer(world).requires_grad_()
+        with_main = {name: p for name, p in layer.named_parameters() if name != "b2"}
+        x = draw_call(weights.cfg, 20, 0).x.requires_grad_()
+
+        def found(program: Callable[..., Tensor]) -> dict[str, Tensor]:
+            for parameter in with_main.values():
+                parameter.main_grad = torch.ones_like(parameter, dtype=torch.float32)
+            first, second = program(x), program(2.0 * x)
+            first.sum().backward()
+            second.sum().backward()
+            found = taken(x, layer)
+            assert found.keys() == {"x", "b2"}
+            return found | {name: p.main_grad for name, p in with_main.items()}
+
+        assert_alike(found(compiled(layer, backend)), found(layer))
+
+    virtual.run(rank_main, ranks=1)
+
+
+def test_a_graph_adds_to_each_main_grad_whatever_is_asked_for() -> None:
+    """Its backward is one function of all gradients."""
+
     def rank_main(world: World) -> None:
         layer = WEIGHTS.layer(world).requires_grad_()
+        x = draw_call(CFG, 20, 0).x.requires_grad_()
+        layer(x).sum().backward()
+        expected = taken(x, layer)
+        layer.w1.main_grad = torch.zeros_like(layer.w1)
+        (d_x,) = torch.autograd.grad(compiled(layer, "aot_eager")(x).sum(), [x])
+        assert_alike({"x": d_x, "w1": layer.w1.main_grad}, {n: expected[n] for n in ("x", "w1")})
+
+    virtual.run(rank_main, ranks=1)
+
+
+def test_a_main_grad_is_added_to_where_the_graph_breaks() -> None:
+    """No backward would come of a graph whose every gradient is added elsewhere."""
+
+    def rank_main(world: World) -> None:
+        layer = WEIGHTS.layer(world)
+        layer.w1.requires_grad_()
         x = draw_call(CFG, 20, 0).x
         layer(x).sum().backward()
         expected = taken(x, layer)
@@ -228,17 +273,26 @@ def test_a_main_grad_is_added_to_where_the_graph_breaks() -> None:
     virtual.run(rank_main, ranks=1)
 
 
-def test_a_main_grad_in_one_whole_graph_is_refused_by_name() -> None:
+@pytest.mark.parametrize("megatron", [False, True], ids=["alone", "megatron"])
+def test_a_main_grad_that_no_whole_graph_adds_to_is_refused_by_name(megatron: bool) -> None:
     def rank_main(world: World) -> None:
-        layer = WEIGHTS.layer(world).requires_grad_()
+        layer = WEIGHTS.layer(world)
+        layer.w2.requires_grad_()
         x = draw_call(CFG, 20, 0).x
         traced = compiled(layer, "aot_eager")
         traced(x).sum().backward()
         expected = taken(x, layer)
         layer.w2.main_grad = torch.zeros_like(layer.w2)  # the graph is not used again
-        said = r"Message: w2 has a main_grad, .*leave fullgraph=True away"
+        said = "all that wants a gradient, such as w2, has a main_grad"
+        if megatron:
+            layer.requires_grad_()
+            layer.w2.grad_added_to_main_grad = False
+            said = "w2 has grad_added_to_main_grad, which no graph sets"
+        said = rf"Message: {said}: leave fullgraph=True away"
         with pytest.raises(torch._dynamo.exc.Unsupported, match=said):
             traced(x)
+        layer.requires_grad_(False)
+        layer.w2.requires_grad_()
         del layer.w2.main_grad
         traced(x).sum().backward()
         assert_alike(taken(x, layer), expected)
@@ -293,7 +347,7 @@ def test_a_backward_on_a_gpu_need_not_wait_for_a_number_of_tokens() -> None:
         w2 = torch.empty(CFG.experts, CFG.hidden, CFG.intermediate, device=device)
         own = (w1, None, w2, *(None,) * (len(call_checks.OWN) - 3))
         y, ids, weights, tokens, saved = gradient_operators.record(
-            *(order, key, x, None, None, None, *own), slots=CFG.slots, saved_rows=3
+            *(order, key, x, None, None, None, *own), slots=CFG.slots, main=[], saved_rows=3
         )
     assert {one.device for one in (y, ids, weights, saved)} == {device}
     assert tokens.device == torch.device("cpu")
@@ -315,7 +369,7 @@ def test_the_operators_are_as_their_schemas_and_fakes_say(save: Any) -> None:
         asked = (layer._order, key, given.x, given.ids, given.weights, None, *own)
         rows = layer.experts.engine.saved_rows.of_call(20, 1)
         assert (rows == 0) == (save == "nothing")
-        how = {"slots": CFG.slots, "saved_rows": rows}
+        how = {"slots": CFG.slots, "main": [], "saved_rows": rows}
         torch.library.opcheck(gradient_operators.record, asked, how, test_utils=checks)
         y, *kept = gradient_operators.record(*asked, **how)
         given_back = (key, given.x, torch.ones_like(y), *kept, own, None)
