@@ -323,9 +323,7 @@ def test_parts_that_everyone_knows_are_all_there_once(tmp_path: Path) -> None:
     assert_program_passes("test_known_parts.cpp", tmp_path)
 
 
-def test_tiles_of_arrived_rows_are_handed_out_once_and_both_products_have_turns(
-    tmp_path: Path,
-) -> None:
+def test_tiles_of_arrived_rows_are_handed_out_once_and_by_turns(tmp_path: Path) -> None:
     assert_program_passes("test_scheduler.cpp", tmp_path)
 
 
