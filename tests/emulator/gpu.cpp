@@ -46,6 +46,7 @@ constexpr unsigned kStackShifts = 61;
 constexpr unsigned long long kTickNs = 100;  // a turn of all warps
 constexpr unsigned kTurnMost = 64;           // runs of a lane in a turn of its warp
 constexpr unsigned kSkipOneIn = 32;          // of the runs that lanes could make, on average
+constexpr unsigned kLooksOneIn = 4;          // turns end a warp's pause, on average
 constexpr unsigned kDelayMost = 24;          // ticks until an effect
 constexpr unsigned kLateOneIn = 16;          // effects that take
 constexpr unsigned kLateFactor = 16;         // times as long
@@ -74,6 +75,7 @@ struct Warp {
   const char* what = nullptr;  // the collective that lanes are waiting in
   unsigned arrived = 0;
   unsigned long long generation = 0;
+  unsigned long long pauses = 0;  // that are over
 };
 
 struct BlockBarrier {
@@ -315,7 +317,10 @@ void wait_until(const char* what, const std::function<bool()>& ready, const void
   wait(lane, what);
 }
 
-void yield() { wait_while("a pause", grid->tick, grid->tick); }
+void yield() {
+  const Warp& warp = *running().warp;
+  wait_while("a pause", warp.pauses, warp.pauses);
+}
 
 const unsigned long long* exchange(const char* what, unsigned long long value) {
   Warp& warp = *running().warp;
@@ -413,6 +418,7 @@ void run(const Launch& launch) {
       if (is_starved(*warp)) {
         continue;
       }
+      warp->pauses += here.random() % kLooksOneIn == 0 ? 1 : 0;
       take_turn(*warp, 1 + static_cast<unsigned>(here.random() % kTurnMost));
     }
     ++here.tick;
