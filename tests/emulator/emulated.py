@@ -51,7 +51,7 @@ _INCLUDED = ("runtime", "kernels", "tests/emulator")
 _OPTIONS = (
     *("-std=c++20", "-fPIC", "-w", "-I", "."),
     "-DMOEOS_PLANTS",  # a library has all faults, and plants one or none as it is loaded
-    "-mf16c",  # or a library's functions convert each number of 16 bits
+    "-mf16c",  # or a library's functions convert each number of 16 bits; and products.cpp needs it
 )
 _LAYER_OPTIONS = ("-Og", *_OPTIONS)
 """Of a kernel: it runs as fast as with -O1, and is compiled in two thirds of the time."""
@@ -93,17 +93,20 @@ def _compile(arguments: Sequence[str]) -> None:
 
 
 @functools.cache
-def _compiled_gpu() -> tuple[tempfile.TemporaryDirectory[str], Path, Path]:
-    """What no layer has one of its own of: the emulated GPU, and CUDA's built-ins with the standard
-    library below them, a third of a kernel's compilation; and their folder, while we run."""
+def _compiled_gpu() -> tuple[tempfile.TemporaryDirectory[str], list[str], Path]:
+    """What no layer has one of its own of: the emulated GPU with its products, and CUDA's built-ins
+    with the standard library below them, a third of a kernel's compilation; and their folder, while
+    we run."""
     folder = tempfile.TemporaryDirectory(prefix="moeos-emulator-")
-    gpu, cuda = Path(folder.name) / "gpu.o", Path(folder.name) / "cuda.hpp"
-    arguments = ["-O2", *_OPTIONS, "-c", "tests/emulator/gpu.cpp", "-o", str(gpu)]
-    make = functools.partial(_compile, arguments)  # amid the making of a library
-    keep(gpu, [*_OPTIONS, "gpu"], ["tests/emulator"], make, PARTS)
+    parts = {name: Path(folder.name) / f"{name}.o" for name in ("gpu", "products")}
+    for name, part in parts.items():
+        arguments = ["-O3", *_OPTIONS, "-c", f"tests/emulator/{name}.cpp", "-o", str(part)]
+        make = functools.partial(_compile, arguments)  # amid the making of a library
+        keep(part, [*arguments[:-1]], _INCLUDED, make, PARTS)
+    cuda = Path(folder.name) / "cuda.hpp"
     # Only cuda.hpp.gch is there, so that one which does not fit is an error.
     _compile([*_LAYER_OPTIONS, "-x", "c++-header", _CUDA, "-o", f"{cuda}.gch"])
-    return folder, gpu, cuda
+    return folder, [*map(str, parts.values())], cuda
 
 
 def build(
@@ -164,7 +167,7 @@ def build(
     def make() -> None:
         with _COMPILING_GPU:
             _, gpu, cuda = _compiled_gpu()
-        inputs = ["-include", str(cuda), "tests/emulator/emulated.cpp", str(gpu)]
+        inputs = ["-include", str(cuda), "tests/emulator/emulated.cpp", *gpu]
         _compile([*options, *inputs, "-o", str(library)])
 
     keep(library, options, _INCLUDED, make)
@@ -173,14 +176,14 @@ def build(
 
 def build_topk(library: Path, type_: int, kept: int) -> None:
     """Compiles the kernel of `moeos.topk` with its two macros into a shared library."""
-    options = ["-I", "tests/emulator/shadow", "-O1", *_OPTIONS]
+    options = ["-I", "tests/emulator/shadow", *_LAYER_OPTIONS]
     options += [f"-DMOEOS_TYPE={type_}", f"-DMOEOS_KEPT={kept}"]
     options += ["-shared", "-fno-gnu-unique", "-Wl,-Bsymbolic"]
 
     def make() -> None:
         with _COMPILING_GPU:
-            _, gpu, _ = _compiled_gpu()
-        inputs = ["-include", _CUDA, "tests/emulator/topk.cpp", str(gpu)]
+            _, gpu, cuda = _compiled_gpu()
+        inputs = ["-include", str(cuda), "tests/emulator/topk.cpp", *gpu]
         _compile([*options, *inputs, "-o", str(library)])
 
     keep(library, [*options, "topk"], _INCLUDED, make)

@@ -3,17 +3,15 @@
 // own accumulators, when it issues the product.
 #pragma once
 
-#include <cstring>
-
-#include "kernels/formats.hpp"
 #include "kernels/sm90/element.cuh"
 #include "kernels/sm90/ptx/tma.cuh"
+#include "tests/emulator/products.hpp"
 
 namespace moeos::sm90 {
 
 inline u64 matrix_descriptor(const void* shared) { return reinterpret_cast<u64>(shared); }
 enum class Major : u32 { depth = 0, columns = 1 };
-inline constexpr u32 kColumnsBoxBytes = 64 * 128;
+inline constexpr u32 kColumnsBoxBytes = emulator::kColumnsBoxBytes;
 inline constexpr u32 kDepthStepBytes = 16 * 128;
 inline u64 columns_descriptor(const void* shared) {
   if (reinterpret_cast<u64>(shared) % 1024 != 0) {
@@ -33,70 +31,26 @@ template <u32 kRegisters>
 inline void hold(float (&)[kRegisters]) {}
 inline void hold(u32 (&)[4]) {}
 
-/// One row's 16 elements of an operand.
-template <class Element, Major kMajor = Major::depth>
-inline void read_row(u64 matrix, u32 row, float (&values)[16]) {
-  if constexpr (kMajor == Major::columns) {
-    for (u32 k = 0; k < 16; ++k) {
-      u16 bits;
-      const u64 place = matrix + row / 64 * kColumnsBoxBytes + k * 128 + row % 64 * 2;
-      std::memcpy(&bits, swizzled(reinterpret_cast<u8*>(place)), 2);
-      values[k] = Element::low(bits);
-    }
-    return;
-  }
-  for (u32 k = 0; k < 16; k += 2) {
-    u32 pair;
-    std::memcpy(&pair, swizzled(reinterpret_cast<u8*>(matrix) + row * 128 + k * 2), 4);
-    values[k] = Element::low(pair);
-    values[k + 1] = Element::high(pair);
-  }
+/// Of the running thread's accumulators: its place in its warpgroup.
+inline u32 group_thread() { return threadIdx.x % 128; }
+template <bool kFloat16>
+inline constexpr emulator::Numbers kNumbers =
+    kFloat16 ? emulator::Numbers::float16 : emulator::Numbers::bfloat16;
+template <Major kMajor = Major::depth>
+emulator::Operand operand(u64 matrix) {
+  return {reinterpret_cast<const u8*>(matrix), kMajor == Major::columns};
 }
 
 template <bool kFloat16, Major kOfA = Major::depth, Major kOfB = Major::depth, u32 kRegisters>
 inline void multiply_accumulate(float (&d)[kRegisters], u64 a, u64 b) {
-  using Type = std::conditional_t<kFloat16, Float16, Bfloat16>;
-  const u32 lane = threadIdx.x % 32;
-  const u32 first = threadIdx.x / 32 % 4 * 16 + lane / 4;
-  float upper[16];
-  float lower[16];
-  float column[16];
-  read_row<Type, kOfA>(a, first, upper);
-  read_row<Type, kOfA>(a, first + 8, lower);
-  for (u32 j = 0; j < kRegisters / 4; ++j) {
-    for (u32 i = 0; i < 2; ++i) {
-      read_row<Type, kOfB>(b, 8 * j + lane % 4 * 2 + i, column);
-      float of_upper = d[4 * j + i];
-      float of_lower = d[4 * j + 2 + i];
-      for (u32 k = 0; k < 16; ++k) {
-        of_upper += upper[k] * column[k];
-        of_lower += lower[k] * column[k];
-      }
-      d[4 * j + i] = of_upper;
-      d[4 * j + 2 + i] = of_lower;
-    }
-  }
+  emulator::multiply(d, kRegisters, group_thread(), kNumbers<kFloat16>, operand<kOfA>(a),
+                     operand<kOfB>(b));
 }
 
 /// Of e4m3 codes. Products of two are exact in fp32.
 template <bool kAdds>
 inline void multiply_codes(float (&d)[64], u64 a, u64 b) {
-  const u32 lane = threadIdx.x % 32;
-  const u32 first = threadIdx.x / 32 % 4 * 16 + lane / 4;
-  const auto code = [](u64 matrix, u32 row, u32 k) {
-    return e4m3(*swizzled(reinterpret_cast<u8*>(matrix) + row * 128 + k));
-  };
-  for (u32 j = 0; j < 16; ++j) {
-    for (u32 i = 0; i < 2; ++i) {
-      for (u32 lower = 0; lower < 2; ++lower) {
-        float sum = kAdds ? d[4 * j + 2 * lower + i] : 0.0F;
-        for (u32 k = 0; k < 32; ++k) {
-          sum += code(a, first + 8 * lower, k) * code(b, 8 * j + lane % 4 * 2 + i, k);
-        }
-        d[4 * j + 2 * lower + i] = sum;
-      }
-    }
-  }
+  emulator::multiply_codes(d, 64, group_thread(), kAdds, operand(a).at, operand(b).at);
 }
 
 /// The same with the rows in registers, of which each lane has a quarter of two.
@@ -147,19 +101,7 @@ inline void multiply_accumulate(float (&d)[32], const u32 (&a)[4], u64 b) {
       }
     }
   }
-  float column[16];
-  for (u32 j = 0; j < 8; ++j) {
-    for (u32 i = 0; i < 2; ++i) {
-      read_row<Type>(b, 8 * j + lane % 4 * 2 + i, column);
-      for (u32 lower = 0; lower < 2; ++lower) {
-        float sum = d[4 * j + 2 * lower + i];
-        for (u32 k = 0; k < 16; ++k) {
-          sum += rows[lower][k] * column[k];
-        }
-        d[4 * j + 2 * lower + i] = sum;
-      }
-    }
-  }
+  emulator::multiply_rows(d, 32, group_thread(), kNumbers<kFloat16>, rows, operand(b));
 }
 
 }  // namespace moeos::sm90
