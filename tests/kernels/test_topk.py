@@ -6,13 +6,15 @@ from __future__ import annotations
 import pytest
 
 from moeos import jit, topk_kernel
+from tests.nightly import covering
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="install the test extra for NVRTC")
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
-@pytest.mark.parametrize("type_", range(len(topk_kernel.TYPES)))
-@pytest.mark.parametrize("kept", [1, 8, 32])
+@pytest.mark.parametrize(
+    ("arch", "type_", "kept"),
+    covering(["sm_80", "sm_90", "sm_100"], range(len(topk_kernel.TYPES)), [1, 8, 32]),
+)
 def test_the_kernel_compiles_for_every_gpu_that_a_host_may_have(
     arch: str, type_: int, kept: int
 ) -> None:
