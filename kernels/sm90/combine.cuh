@@ -376,17 +376,32 @@ inline void multiply_token(const RankArguments& arguments, u32 token, u32 nth, c
   }
 }
 
-/// The consumers' side of a call of gradients, of weights of zero experts that a token without rows
-/// has.
-inline void multiply_unsent(const RankArguments& arguments, const Unsent& list) {
+/// The consumers' side of a call of gradients, of tokens that have no rows: what zero experts give
+/// them. A token a warp, which adds its weights up once.
+inline void derive_unsent(const RankArguments& arguments, const Unsent& list) {
   const RankMemory memory = rank_memory(arguments);
   const u32 warp = threadIdx.x / 32 - kFirstConsumerWarp;
 #pragma unroll 1
-  for (u32 i = warp; i < list.count * kGeometry.top_k; i += kConsumerWarps) {
-    const u32 token = list.token[i / kGeometry.top_k];
-    const u32 nth = i % kGeometry.top_k;
-    if (has_zero_expert(memory, token * kGeometry.top_k + nth)) {
-      multiply_token(arguments, token, nth, own_row(arguments, token));
+  for (u32 i = warp; i < list.count; i += kConsumerWarps) {
+    const u32 token = list.token[i];
+    const u8* const d_out = own_row(arguments, token);
+    float weight = 0.0F;
+#pragma unroll 1
+    for (u32 nth = 0; nth < kGeometry.top_k; ++nth) {
+      const u32 pair = token * kGeometry.top_k + nth;
+      if (has_zero_expert(memory, pair)) {
+        weight += memory.pair_weight[pair];
+        multiply_token(arguments, token, nth, d_out);
+      }
+    }
+#pragma unroll 1
+    for (u32 byte = Machine::lane() * kVectorBytes; byte < kOutputBytes;
+         byte += Machine::kLanes * kVectorBytes) {
+      float sum[8] = {};
+      if (weight != 0.0F) {
+        add_weighted(sum, weight, d_out + byte);
+      }
+      *output_at(arguments, token, byte) = packed(sum);
     }
   }
 }
@@ -397,14 +412,14 @@ inline void write_unsent(const RankArguments& arguments, const Call& call, Share
   constexpr u32 kVectors = kOutputBytes / kVectorBytes;
   shared.stage_full[stage.index].wait(stage.parity);
   const Unsent& list = unsent_of(shared.stages[stage.index]);
-  const u32 vectors = list.count * kVectors;
+  const u32 vectors = kMultipliesTokens ? 0 : list.count * kVectors;
   for (u32 i = threadIdx.x - kFirstConsumerWarp * 32; i < vectors; i += kConsumerThreads) {
     const u32 token = list.token[i / kVectors];
     const u32 byte = i % kVectors * kVectorBytes;
     *unsent_at(arguments, call, token, byte) = unsent_output(arguments, token, byte);
   }
   if constexpr (kMultipliesTokens) {
-    multiply_unsent(arguments, list);
+    derive_unsent(arguments, list);
   }
   release_read_stage(shared, stage.index);
   stage.advance();

@@ -66,10 +66,7 @@ LAYERS: dict[str, tuple[dict[str, Any], int | Placement]] = {
         Placement([[6, 1, 3], [0, 7, 4, 2, 5]]),  # type: ignore[arg-type]
     ),
     "weights on inputs": ({"hidden": 64, "intermediate": 64, "bias": True, **_ON_INPUT}, 2),
-    "weights on inputs, one rank, zero experts": (
-        {"hidden": 96, "intermediate": 64, "zero_experts": 2, **_ON_INPUT},
-        1,
-    ),
+    "zero experts": ({"hidden": 96, "intermediate": 64, "zero_experts": 2}, 1),
     "experts anywhere, a rank without one": (
         {"hidden": 96, "intermediate": 64, "bias": True},
         Placement([[4, 0, 6, 2], [], [1, 7, 3, 5]]),  # type: ignore[arg-type]

@@ -68,7 +68,6 @@ LAYERS: dict[str, tuple[dict[str, Any], int]] = {
     "a capacity": ({"capacity_factor": 1.0, "row_map": "capacity"}, 2),
     "zero experts": ({"zero_experts": 6}, 1),
     "weights on inputs, biases": ({"bias": True, **_ON_INPUT}, 2),
-    "weights on inputs, zero experts": ({"zero_experts": 3, **_ON_INPUT}, 1),
     "experts anywhere, a rank without one": ({}, 3),
     "experts anywhere, a capacity, zero experts": ({"zero_experts": 4, "capacity_factor": 1.0}, 2),
     "two nodes, biases": ({"bias": True}, 2),

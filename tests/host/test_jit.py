@@ -176,24 +176,43 @@ def test_a_kernel_with_faults_keeps_its_registers_and_is_another(
 @pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
-    ("kind", "bias", "record_bytes"),
+    ("kind", "changes", "record_bytes"),
     [
-        pytest.param({"saves": True}, False, SAVING_RECORD_BYTES, id="saves"),
-        pytest.param({"gradients": True}, False, GRADIENT_RECORD_BYTES, id="gradients"),
-        pytest.param({"gradients": True}, True, GRADIENT_RECORD_BYTES, id="gradients, biases"),
+        pytest.param({"saves": True}, {}, SAVING_RECORD_BYTES, id="saves"),
+        pytest.param({"gradients": True}, {}, GRADIENT_RECORD_BYTES, id="gradients"),
+        pytest.param(
+            {"gradients": True}, {"bias": True}, GRADIENT_RECORD_BYTES, id="gradients, biases"
+        ),
         pytest.param(
             {"gradients": True, "saves": True},
-            False,
+            {},
             GRADIENT_RECORD_BYTES,
             id="gradients of what is saved",
+        ),
+        pytest.param(
+            {"gradients": True, "saves": True, "places": 8},
+            {"zero_experts": 4},
+            GRADIENT_RECORD_BYTES,
+            id="gradients, zero experts, a table of places",
+        ),
+        pytest.param(
+            {"gradients": True},
+            {
+                "apply_router_weight_on_input": True,
+                "top_k": 1,
+                "scoring": "sigmoid",
+                "renormalize": False,
+            },
+            GRADIENT_RECORD_BYTES,
+            id="gradients, weights on inputs",
         ),
     ],
 )
 def test_kernels_of_training_keep_their_registers_and_take_what_the_host_packs(
-    ranks: int, kind: dict[str, bool], bias: bool, record_bytes: int, tmp_path: Path
+    ranks: int, kind: dict[str, Any], changes: dict[str, Any], record_bytes: int, tmp_path: Path
 ) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="install the test extra for NVRTC")
-    of_training = dataclasses.replace(shape(bias=bias), world_size=ranks, **kind)
+    of_training = dataclasses.replace(shape(**changes), world_size=ranks, **kind)
     made = compile_kernel(of_training, tmp_path)
     assert made.report.keeps_registers
     assert made.report.argument_bytes == record_bytes
