@@ -29,7 +29,7 @@ gc.disable()
 # A name server that is silent takes 10 s each time by default: longer than the tests' deadlines.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-# As launch/environment.sh says, also for tests that are run by hand: threads of a pool that wait for
+# As launch/environment.sh says, also for tests that are run by hand: a pool's threads that wait for
 # work keep a core busy.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
