@@ -163,6 +163,7 @@ void choices_make_the_plan_of_few_tokens(u32 limit, const std::vector<u32>& choi
   constexpr u32 kExperts = 7;
   Geometry g = geometry_of(kExperts, kSmall);
   g.dispatch_tokens = 4;
+  g.in_place_tokens = Geometry::kInPlaceTokens;
   LoneRank alone(g);
   alone.call.tokens = static_cast<u32>(choices.size()) / g.top_k;
   alone.call.pair_limit = limit;

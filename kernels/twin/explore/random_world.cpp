@@ -420,7 +420,8 @@ RankCall draw_call(Random& random, const RandomWorld& world) {
   call.weights = draw_floats(random, u64{call.tokens} * g.top_k, 1.0F);
   call.out.assign(u64{call.tokens} * world.shape.hidden, NAN);
   Random aside = random;
-  call.leaves_partials = g.sliced() && draw(aside, 0, 3) == 0;
+  const bool left = draw(aside, 0, 3) == 0;
+  call.leaves_partials = left && g.sliced() && !world.settings.gradients;  // whose sums come back
   const bool hot = draw(random, 0, 2) == 0;  // the same few experts for everyone
   for (u32 token = 0; token < call.tokens; ++token) {
     std::vector<i32> experts(g.routed_experts());
