@@ -87,12 +87,15 @@ class ControlPlane(Protocol):
         """Frees what this rank holds. Idempotent; waits for other ranks a few seconds at most."""
 
 
-def raise_together(control: ControlPlane, error: Exception | None, what: str) -> None:
+def raise_together(
+    control: ControlPlane, error: Exception | None, what: str, *, beyond: float = 0.0
+) -> None:
     """Raises on all ranks if any rank has an error: the error of the lowest rank that has one.
 
-    Collective. `what` names in a `PeerTimeout` what the ranks were about to agree on.
+    Collective. `what` names in a `PeerTimeout` what the ranks were about to agree on; `beyond`: see
+    `ControlPlane.allgather`.
     """
-    errors = control.allgather(error, what)
+    errors = control.allgather(error, what, beyond=beyond)
     for rank, first in enumerate(errors):
         if first is not None:
             raise first if rank == control.rank else copy.copy(first)

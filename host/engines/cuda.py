@@ -60,6 +60,7 @@ from moeos.world import SharedMemory, World
 
 CAPABILITY = (9, 0)
 """Of the GPUs that kernels are made for: Hopper."""
+_COMPILING = 300.0  # seconds beyond the deadline that ranks wait for each other's compilers
 MAX_ARGUMENT_BYTES = 32_764
 """That one launch can be given."""
 
@@ -137,8 +138,7 @@ class CudaEngine:
             rank, holders = slicing.place(world.rank, world.size)
             own = experts_of(cfg, rank, holders, placement)
             self._saved_rows = saved_rows(cfg, holders, len(own))
-            # Every rank asks for it, so that all wait for the compiler and none for a rank.
-            kernel = self._agree(lambda: jit.compile_kernel(self._shape), "the compiled kernel")
+            kernel = self._compiled(self._shape, "the compiled kernel")
             self.report = kernel.report
             sizes = self._shape.sizes
             self._offsets = sizes.offsets
@@ -292,7 +292,7 @@ class CudaEngine:
             if saves and held.saving is None:
                 held.saving = self._make_saving()
             shape = dataclasses.replace(self._shape, gradients=True, saves=saves)
-            kernel = self._agree(lambda: jit.compile_kernel(shape), "the kernel of gradients")
+            kernel = self._compiled(shape, "the kernel of gradients")
             assert cuda_gradients.sizes_agree(self._shape.sizes, shape.sizes)
             key = (shape.cfg, shape.places, "gradients")
             mine = self._shared.admit(key, shape.sizes, self._peers, self._device)
@@ -319,7 +319,7 @@ class CudaEngine:
     def _make_saving(self) -> CudaSaving:
         """Of calls in the layer's own buffers, with another kernel."""
         shape, mine = dataclasses.replace(self._shape, saves=True), self._mine
-        kernel = self._agree(lambda: jit.compile_kernel(shape), "the kernel that saves rows")
+        kernel = self._compiled(shape, "the kernel that saves rows")
 
         def make() -> CudaSaving:
             packer = SavingPacker(self._packer(shape.cfg, shape.sizes))
@@ -503,7 +503,13 @@ class CudaEngine:
         world = self._world
         return exception_of(failure, world.rank, identity, world.layer_names, world.group)
 
-    def _agree(self, do: Callable[[], Value], what: str) -> Value:
+    def _compiled(self, shape: KernelShape, what: str) -> Kernel:
+        """The kernel of a shape. Every rank asks for it: those of a host wait for one compiler, and
+        all for hosts that have none on their disk.
+        """
+        return self._agree(lambda: jit.compile_kernel(shape), what, beyond=_COMPILING)
+
+    def _agree(self, do: Callable[[], Value], what: str, *, beyond: float = 0.0) -> Value:
         """What `do()` returns here, if it returns on all ranks; else its error, on all ranks."""
         error: Exception | None = None
         value: Value | None = None
@@ -511,7 +517,7 @@ class CudaEngine:
             value = do()
         except (ValueError, RuntimeError) as raised:  # CUDA's and torch's are RuntimeErrors
             error = raised
-        raise_together(self._world.control, error, what)
+        raise_together(self._world.control, error, what, beyond=beyond)
         return value  # type: ignore[return-value]
 
     def _require_devices(self) -> None:

@@ -23,8 +23,9 @@ from tests.gpu.cases import (
     call_on_gpu,
     draw_routed_call,
     draw_weights_on_gpu,
+    on_gpu,
 )
-from tests.layers import Call, Weights, config, draw_given_call
+from tests.layers import Call, Weights, config, draw_given_call, draw_weights
 
 CALLS = 300
 ROWS_AT_ONCE = 128
@@ -65,7 +66,7 @@ def calls_of(weights: Weights) -> list[Call]:
 
 def check(name: str, cfg: MoEConfig, world: World) -> None:
     """A layer with either output is the reference's, and the same in all runs."""
-    weights = draw_weights_on_gpu(cfg)
+    weights = on_gpu(draw_weights(cfg))
     calls = calls_of(weights)
     outputs: tuple[Output, ...] = ("replicated", "scattered")
     for output in outputs:

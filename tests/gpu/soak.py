@@ -104,6 +104,10 @@ class Station:
         self._x = torch.zeros(cfg.max_tokens, cfg.hidden, dtype=cfg.dtype, device="cuda")
         self._tokens = torch.zeros(1, dtype=torch.int32, device="cuda")
         self._graph = torch.cuda.CUDAGraph()
+
+    def capture(self) -> None:
+        """Makes the graph that calls replay. When all layers are made: a graph has the buffers of
+        its capture, and here one rank replays where another calls."""
         with torch.cuda.graph(self._graph):
             self._y = self.layer(Call(self._x), self._tokens)
 
@@ -172,6 +176,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with moeos.init("cuda", deadline=DEADLINE, faults=PLAN) as world:
         drawn = random.Random(f"{options.seed} {world.rank}")
         stations = [Station(cfg, world, i, drawn) for i, cfg in enumerate(LAYERS.values())]
+        for station in stations:
+            station.capture()
         report = soak(world, stations[:LAST], options.seconds, options.seed, drawn)
         good = kill(world, stations[LAST], report, options.out)
         # Leaving the world would wait for the rank that is gone.

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -333,6 +334,13 @@ def test_an_error_on_some_ranks_is_raised_on_all_of_them_as_the_lowest_ranks(
 
 def test_no_error_on_any_rank_raises_nothing(run_ranks: RunRanks) -> None:
     assert run_ranks(lambda control: raise_together(control, None, "a check"), 3) == [None] * 3
+
+
+def test_ranks_may_agree_on_what_takes_longer_than_the_deadline() -> None:
+    control = Mock(rank=0)
+    control.allgather.return_value = [None, None]
+    raise_together(control, None, "the compiled kernel", beyond=300.0)
+    control.allgather.assert_called_once_with(None, "the compiled kernel", beyond=300.0)
 
 
 def test_unequal_values_raise_one_message_on_all_ranks_that_says_who_holds_what(
