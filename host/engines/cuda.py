@@ -118,7 +118,7 @@ class CudaEngine:
     ) -> None:
         assert isinstance(shared, CudaWorkspace)
         self._world = world
-        self._slicing = slicing
+        self._slicing, self._sums = slicing, slicing.sums
         self._adds_bias = slicing.adds_bias(world.rank)
         self._no_bias: torch.Tensor | None = None  # zeros in place of b2, where another adds it
         self._placement = placement
@@ -253,19 +253,19 @@ class CudaEngine:
                 self._forward(tensors)
             return
         tensors = self._readable(tensors)
-        if self._slicing.sums:
+        if self._sums:
             rows, counted = tensors.x.shape[0], tensors.tokens is not None
             self._left = self._reduction.leaves_partials(rows, counted=counted)
-        self._pieces(tensors)
+        if tensors.pieces == 1:
+            self._piece(tensors, self._identity)
+        else:
+            self._pieces(tensors)
         if self._left:
             self._reduction.add_up(tensors.out)
             self._note_more()
 
     def _pieces(self, tensors: CallTensors) -> None:
-        """Launches a call."""
-        if tensors.pieces == 1:
-            self._piece(tensors, self._identity)
-            return
+        """Launches a call of several pieces."""
         identity = calls.identity(self._number, tensors.pieces)
         require_memory(tensors, "tokens")  # which PyTorch reads
         for piece in pieces_of(tensors, self._shape.cfg.max_tokens):

@@ -537,7 +537,7 @@ FAULTS = {
     "found_chunks_share_a_place": Planted(
         "large experts, full tiles of two sources",
         6,
-        starved=Starved(2, 5, 100, 100 + DEADLINE_NS // TICK_NS // 4),
+        starved=Starved(5, 5, 100, 100 + DEADLINE_NS // TICK_NS // 4),
     ),
     "first_parts_are_of_the_tile_before": Planted("two ranks, odd sizes, biases", 4),
     "first_tile_has_all_turns": Planted("the same, planned up front", 4),

@@ -56,6 +56,7 @@ class StandInEngine(CudaEngine):
     ) -> None:
         assert placement is None
         self._adds_bias = not slicing.cuts
+        self._sums, self._left = slicing.sums, False
         self.launches: list[int] = []
         self._world = world
         self._shared = cast(Any, SimpleNamespace(closed=False, failure=StandInFailure()))
@@ -132,7 +133,7 @@ def test_a_call_enters_few_functions_and_makes_nothing_that_the_one_before_has_m
                     call(number)
                 del encoded[:]
                 names = entered(lambda call=call: call(3))
-            assert len(names) <= MOST_FUNCTIONS, (what, names)
+            assert len(names) <= MOST_FUNCTIONS, (what, " ".join(names))
             assert encoded == []
 
     virtual.run(rank_main, ranks=1)

@@ -209,7 +209,7 @@ def test_tensor_parallel_ranks_without_expert_parallelism_have_slices_of_all_exp
         tensors = Tensors(config(**changes))
         job = Job(rank, tp=ranks, enable_expert_parallel=False)
         layer = job.layer(tensors)
-        experts = layer.quant_method.moe_kernel.fused_experts._experts
+        experts = layer.quant_method.moe_kernel.fused_experts._made.made
         errors = []
         for rows in (MAX_TOKENS, 1, 7):
             x, (ids, weights) = tensors.draw(rows, HIDDEN), tensors.routing(rows)
@@ -235,7 +235,7 @@ def test_data_parallel_ranks_have_the_results_of_their_own_tokens(
         # With both, vLLM has split the tokens among tensor-parallel ranks already.
         job = Job(rank, tp=tp, dp=dp, sequence_parallel=tp > 1, enable_expert_parallel=whole)
         layer = job.layer(tensors)
-        experts = layer.quant_method.moe_kernel.fused_experts._experts
+        experts = layer.quant_method.moe_kernel.fused_experts._made.made
         assert experts.slicing.parallel == ("expert" if whole else "sharded_tokens")
         errors = []
         for step in range(3):
@@ -313,7 +313,7 @@ def test_layers_of_a_model_share_a_world_and_weights_may_be_loaded_again() -> No
         models = [Tensors(config(), seed) for seed in range(3)]
         layers = [job.layer(model, f"layers.{i}") for i, model in enumerate(models)]
         kernels = [layer.quant_method.moe_kernel.fused_experts for layer in layers]
-        assert len({id(kernel._experts) for kernel in kernels}) == 1
+        assert len({id(kernel._made.made) for kernel in kernels}) == 1
         errors = []
         for model, layer in zip(models, layers, strict=True):
             x, (ids, weights) = model.draw(12, HIDDEN), model.routing(12)
@@ -438,7 +438,7 @@ def test_experts_of_a_quantised_checkpoint_are_right_as_they_are_shipped(
             for rows in (MAX_TOKENS, 3):
                 x, (ids, weights) = model.draw(rows, HIDDEN), model.routing(rows)
                 errors.append(model.error(job.forward(layer, x, ids, weights), x, ids, weights))
-        experts = layer.quant_method.moe_kernel.fused_experts._experts
+        experts = layer.quant_method.moe_kernel.fused_experts._made.made
         return errors, experts.cfg.weight_format, codes is layer.w13_weight
 
     for errors, weight_format, in_place in on_ranks(live, ranks):

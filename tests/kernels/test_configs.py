@@ -26,7 +26,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="install the test extra for NV
 pytestmark = pytest.mark.timeout(1200)
 
 CONFIGS = {path.stem: path for path in sorted((ROOT / "configs").glob("*.toml"))}
-OF_THE_TWIN = {"twin-bench"}
+OF_THE_TWIN = {"train", "twin-bench"}
 """Configs in float32, which the GPU does not compute with."""
 ALONE = ("deepseek-v3", "qwen3-30b-a3b", "qwen3-next-80b-a3b")
 """Configs that are compiled for one rank, too: of the most experts of which a fetch warp plans few

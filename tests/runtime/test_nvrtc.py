@@ -50,8 +50,7 @@ struct NoArithmetic {
   u32 route(u32) { return kNone; }
   void copy_row(u32, u8*) {}
   void replicate_row(const u8*, u8*) {}
-  void product0(const Task&, u32) {}
-  void product1(const Task&, u32) {}
+  void product(const Task&, u32) {}
   void combine(u32) {}
 };
 

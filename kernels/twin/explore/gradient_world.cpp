@@ -14,9 +14,8 @@ namespace {
 
 /// The largest difference, by the largest of what is right, or 1: sums of large products cancel.
 /// Infinite for what is no number.
-double error_of(const float* found, const double* right, u64 count) {
+double error_of(const float* found, const double* right, u64 count, double largest = 1.0) {
   double worst = 0.0;
-  double largest = 1.0;
   for (u64 i = 0; i < count; ++i) {
     const double error = std::fabs(found[i] - right[i]);
     worst = std::isnan(error) ? INFINITY : std::fmax(worst, error);
@@ -147,6 +146,7 @@ double error_of_call(const RandomWorld& world, const Experts& experts, u32 rank,
   for (u32 token = 0; token < call.tokens; ++token) {
     std::vector<double> d_x(hidden, 0.0);
     std::vector<double> d_topk(g.top_k, 0.0);
+    double terms = 1.0;  // the largest of what slices add up, whose roundings stay where it cancels
     const u64 first = u64{token} * hidden;
     for (u32 j = 0; j < g.top_k; ++j) {
       const u32 pair = token * g.top_k + j;
@@ -155,16 +155,18 @@ double error_of_call(const RandomWorld& world, const Experts& experts, u32 rank,
         continue;
       }
       for (u32 slice = 0; slice < slices_of(world); ++slice) {
-        d_topk[j] +=
+        const double of_slice =
             add_pair(world, experts, slice * g.routed_experts() + static_cast<u32>(expert),
                      &call.x[first], &gradients.d_out[first], call.weights[pair], d_x.data(), sums);
+        d_topk[j] += of_slice;
+        terms = std::fmax(terms, std::fabs(of_slice));
       }
     }
     const double d_shared = double{kOfShared} * slices_of(world);
     worst = std::fmax(worst, error_of(&gradients.d_shared[token], &d_shared, 1));
     worst = std::fmax(worst, error_of(&call.out[first], d_x.data(), hidden));
-    worst = std::fmax(
-        worst, error_of(&gradients.d_topk_weights[u64{token} * g.top_k], d_topk.data(), g.top_k));
+    worst = std::fmax(worst, error_of(&gradients.d_topk_weights[u64{token} * g.top_k],
+                                      d_topk.data(), g.top_k, terms));
   }
   return worst;
 }

@@ -115,7 +115,7 @@ def test_a_layer_whose_tokens_are_codes_passes_the_check(dtype: str, tmp_path: P
     codes += 'result_format = "fp8_group128"\n'
     path.write_text(sizes + codes + "[run]\ntokens = 40\n")
     document = results(path, "--virtual-ranks", 2)
-    assert document["max_relative_error"] <= document["tolerance"] == 1e-2
+    assert document["max_relative_error"] <= document["tolerance"] == 3e-2
     _, out, _ = invoke(path, "--no-check")
     assert "in fp8_channel, tokens in fp8_group128, results in fp8_group128" in " ".join(
         out.split()
