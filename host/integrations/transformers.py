@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.metadata
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -41,11 +41,12 @@ try:
 except ImportError as error:
     raise shared.missing("transformers", "transformers", VERSION) from error
 try:
+    from transformers.distributed import tensor_parallel
     from transformers.distributed.expert_parallel import (
         EPImplementation,
         EPImplementationInterface,
     )
-    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, MoeExpertsParallel
+    from transformers.distributed.tensor_parallel import MoeExpertsParallel
     from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
     from transformers.integrations.moe import ExpertsInterface
 
@@ -119,7 +120,8 @@ def register(
     ExpertsInterface.register(NAME, experts_forward)
     FP8ExpertsInterface.register(NAME, experts_forward)
     EPImplementationInterface.register(NAME, MoeosEP)
-    ALL_PARALLEL_STYLES.register(_OF_SLICES, MoeosSlices())
+    styles: Any = vars(tensor_parallel)["ALL_PARALLEL_STYLES"]  # which it does not export by type
+    styles.register(_OF_SLICES, MoeosSlices())
     transformers_mxfp4.register()
 
 
@@ -178,7 +180,7 @@ class MoeosSlices(MoeExpertsParallel):
     """
 
     def install_forward(self, module: Any, mesh: Any) -> Any:
-        by_transformers = super().install_forward(module, mesh).forward
+        by_transformers = cast(Any, super()).install_forward(module, mesh).forward
 
         def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
             """[S, H] -> [S, H]. Collective over "tp"."""
@@ -191,7 +193,7 @@ class MoeosSlices(MoeExpertsParallel):
                 whole = by_transformers(*given)
                 return whole
             x, ids, weights = (one.to_local() if isinstance(one, DTensor) else one for one in given)
-            with self.context_around_forward(module, mesh):
+            with cast(Any, self).context_around_forward(module, mesh):
                 return _call(module, _group_of(mesh), x, ids, weights, "tensor")
 
         module.forward = forward
