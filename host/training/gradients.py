@@ -55,8 +55,10 @@ def get_total_norm(
         float32, 0-d, on the device of the world's tensors; the same on all ranks.
 
     Raises:
+        TypeError: `parameters` or `experts` holds something else than tensors, or `experts` is one.
         ValueError: p is not above 0, or a parameter is an expert of a layer of another world, or of
-            one with replicas of experts.
+            one with replicas of experts; `experts` has what `parameters` has not, or these have
+            what is neither a parameter nor has a gradient.
         PeerTimeout: a rank did not make the call before the world's deadline, where hosts wait.
     """
     return interruption.told(
@@ -118,7 +120,7 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: the norm is not finite, and `error_if_nonfinite` is set; on all ranks, and
             nothing is scaled.
-        ValueError, PeerTimeout: as `get_total_norm`.
+        TypeError, ValueError, PeerTimeout: as `get_total_norm`.
     """
     given = distinct(parameters)
     total = get_total_norm(given, norm_type, world=world, experts=experts)
@@ -143,9 +145,21 @@ def ids_of_experts(
 ) -> set[int]:
     """Those of `parameters` that hold this rank's experts, by `id`; and `experts`.
 
-    Raises `ValueError` as `get_total_norm` does.
+    Raises `TypeError` and `ValueError` as `get_total_norm` does.
     """
-    ours = {id(one) for one in experts}
+    parameters = list(parameters)
+    if isinstance(experts, Tensor):
+        raise TypeError("experts is one tensor; it must be a list of tensors: pass [tensor]")
+    given = {id(one) for one in parameters}
+    ours = set()
+    for one in experts:
+        _require_tensor(one, "experts")
+        if id(one) not in given:
+            raise ValueError(
+                f"experts has a tensor {list(one.shape)} that is not among parameters: pass the "
+                "same objects in both, and not what shares their memory"
+            )
+        ours.add(id(one))
     held = wrappers.experts_held()
     for parameter in parameters:
         holder = held.get(id(parameter))
@@ -180,8 +194,25 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
 
 
 def distinct(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    given = [parameters] if isinstance(parameters, Tensor) else parameters
+    """Each of them once. Raises `TypeError` and `ValueError` as `get_total_norm` does."""
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    for one in given:
+        _require_tensor(one, "parameters")
+        learns = isinstance(one, torch.nn.Parameter) or one.requires_grad
+        if not learns and gradient_of(one) is None:
+            raise ValueError(
+                f"parameters has a tensor {list(one.shape)} that is no parameter and has no "
+                "gradient, such as parameter.data or a value of a state dict: gradients are the "
+                "parameters' own, so pass model.parameters()"
+            )
     return list({id(one): one for one in given}.values())
+
+
+def _require_tensor(one: object, what: str) -> None:
+    if not isinstance(one, Tensor):
+        raise TypeError(
+            f"{what} has a {type(one).__name__}; it must hold tensors, such as model.parameters()"
+        )
 
 
 def _powers(grads: list[Tensor], p: float, device: torch.device) -> Tensor:

@@ -66,7 +66,7 @@ def reduce_expert_grads_(
     Raises:
         ConfigMismatch: ranks of `group` hold other experts, or tensors of another shape or dtype;
             the same error on all of them, which names both, and no gradient has changed.
-        TypeError: `group` is no group.
+        TypeError: `group` is no group, or as `get_total_norm` says.
         ValueError: ranks of `group` are of the same world, which hold other experts; it is a mesh
             of several dimensions, or has not this process; or as `get_total_norm` says. Where only
             another rank has such an error, it is named.
@@ -212,13 +212,15 @@ def _key(member: Membership) -> tuple[str, int]:
 def _control_of(member: Membership, world: World) -> ControlPlane:
     """A control plane over the ranks of a group, made with the first call. Collective there."""
     key = _key(member)
-    if key not in world.beside:
+    found = world.beside.get(key)
+    if found is None:
+        world.require_open()  # a close has taken it, beside which nobody would come to a new one
         meeting = process_groups.meet(member, world.deadline, world.device)
-        world.beside[key] = StoreControl(
+        found = world.beside[key] = StoreControl(
             *(member.rank, member.size, world.deadline, meeting.store),
             where=meeting.where,
             serves=meeting.serves,
             job=tuple(dist.get_process_group_ranks(member.group)),
             remedy=_REMEDY,
         )
-    return world.beside[key]
+    return found

@@ -82,6 +82,32 @@ def test_the_norm_is_that_of_all_ranks_experts(ranks: int, p: float) -> None:
     assert float(found[0]) == pytest.approx(whole_norm(ranks, p), rel=1e-5)
 
 
+def test_what_is_no_parameter_raises_and_says_what_to_pass() -> None:
+    """It would count as nothing, or experts as what all ranks hold, and ranks would differ."""
+
+    def rank_main(world: World) -> None:
+        model = with_gradients(world)
+        parameters, own = list(model.parameters()), model.own
+        wrong: list[tuple[Any, Any, type[Exception], str]] = [
+            (parameters, own, TypeError, "experts is one tensor"),
+            (parameters, ["own"], TypeError, "experts has a str"),
+            (parameters, {"own": own}, TypeError, "experts has a str"),
+            (parameters, [own.data], ValueError, "experts has a tensor .* not among parameters"),
+            (model.named_parameters(), (), TypeError, "parameters has a tuple"),
+            (model.state_dict().values(), (), ValueError, "that is no parameter and has no grad"),
+            ([one.data for one in parameters], (), ValueError, "so pass model.parameters"),
+        ]
+        for given, experts, kind, text in wrong:
+            with pytest.raises(kind, match=text):
+                training.get_total_norm(given, world=world, experts=experts)
+        with pytest.raises(TypeError, match="parameters has a str"):
+            training.clip_grad_norm_(model.state_dict(), 1.0, world=world)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="not among parameters"):
+            training.reduce_expert_grads_(parameters, world=world, experts=[own.data])
+
+    virtual.run(rank_main, ranks=1)
+
+
 @pytest.mark.parametrize("most", [0.5, 1e9])
 def test_all_gradients_are_scaled_by_one_factor(most: float) -> None:
     def rank_main(world: World) -> None:
@@ -119,10 +145,10 @@ def test_a_world_of_processes_has_the_same_norm(grouped: bool) -> None:
 
 def test_a_rank_that_does_not_come_is_named_at_the_worlds_deadline() -> None:
     def rank_main(world: World) -> bool:
-        with moeos.init("twin", group=dist.group.WORLD, deadline=1.0) as other:
+        with moeos.init("twin", group=dist.group.WORLD, deadline=4.0) as other:
             layer = MoELayer(CFG, other).requires_grad_(True)
             if world.rank == 0:
-                with pytest.raises(PeerTimeout, match=r"1 s for the norm .* rank 1 did not"):
+                with pytest.raises(PeerTimeout, match=r"4 s for the norm .* rank 1 did not"):
                     training.clip_grad_norm_(layer.parameters(), 1.0, world=other)
             world.control.barrier()
         return True
