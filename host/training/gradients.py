@@ -56,9 +56,9 @@ def get_total_norm(
 
     Raises:
         TypeError: `parameters` or `experts` holds something else than tensors, or `experts` is one.
-        ValueError: p is not above 0, or a parameter is an expert of a layer of another world, or of
-            one with replicas of experts; `experts` has what `parameters` has not, or these have
-            what is neither a parameter nor has a gradient.
+        ValueError: p is not above 0. Or a parameter is an expert of a layer of another world, or of
+            one with replicas of experts. Or `experts` has what is not among `parameters`. Or these
+            have what is neither a parameter nor has a gradient.
         PeerTimeout: a rank did not make the call before the world's deadline, where hosts wait.
     """
     return interruption.told(
