@@ -68,6 +68,10 @@ class Caller:
                 _given_up.add(self)
             raise
 
+    def begin(self, function: Callable[[], None]) -> None:
+        """Has a function called, which raises nothing; nobody waits for it."""
+        self._calls.put(function)
+
     def close(self) -> None:
         """Ends the thread when it has called what was asked for before."""
         self._calls.put(None)

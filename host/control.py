@@ -83,6 +83,11 @@ class ControlPlane(Protocol):
     def abort(self, reason: str) -> None:
         """Ends the waits of all ranks with a `PeerTimeout` that tells the reason."""
 
+    def store(self, name: str) -> Store:
+        """A store of these ranks' processes for who meets there by means of torch's own. Not where
+        `shares_memory`.
+        """
+
     def close(self) -> None:
         """Frees what this rank holds. Idempotent; waits for other ranks a few seconds at most."""
 
@@ -182,6 +187,9 @@ class SoloControl:
     def abort(self, reason: str) -> None:
         return
 
+    def store(self, name: str) -> Store:
+        raise NotImplementedError
+
     def close(self) -> None:
         return
 
@@ -222,6 +230,10 @@ class _PolledControl:
 
     def abort(self, reason: str) -> None:
         """See `ControlPlane.abort`."""
+        raise NotImplementedError
+
+    def store(self, name: str) -> Store:
+        """See `ControlPlane.store`."""
         raise NotImplementedError
 
     def _exchange(self, value: Value, what: str, seconds: float) -> list[Value]:
@@ -431,6 +443,16 @@ class StoreControl(_PolledControl):
         with contextlib.suppress(PeerTimeout):  # a store that is gone tells the peers as much
             if self._find_abort() is None:
                 self._ask(lambda: self._store.set("abort", note))
+
+    def store(self, name: str) -> Store:
+        def connect() -> Store:
+            from torch.distributed import PrefixStore
+
+            mine = _connection_of_its_own(self._given)
+            keep_in_children(mine)
+            return PrefixStore(f"moeos/{self._number}/{name}", mine)
+
+        return self._ask(connect)
 
     def close(self) -> None:
         if self._closed or not self._home.here:

@@ -93,7 +93,8 @@ def _error_of(f: Failure, rank: int) -> Exception:
     if f.kind == FailureKind.HOST_ABORT:
         return PeerTimeout(
             f"rank {f.rank} gave up, and with it the layer's call on rank {rank}. Look for the "
-            f"error of rank {f.rank}; then make a world and its layers again on all ranks"
+            f"error of rank {f.rank}; then all ranks may call reset(), or, where its world has "
+            "ended, make a world and its layers again"
         )
     if f.kind == FailureKind.INTERRUPTED:
         return PeerTimeout(

@@ -1,33 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adds up the partial sums that a kernel leaves, by torch.distributed's all-reduce.
+"""Adds up the partial sums that a kernel leaves, by an all-reduce behind it.
 
-The other way is the kernel's own (runtime/sums.hpp). This file knows worlds, process groups and how
-experts are cut, and nothing of kernels.
+The other way is the kernel's own (runtime/sums.hpp). This file knows worlds and how experts are
+cut, and nothing of kernels or of how an all-reduce is made.
 """
 
 from __future__ import annotations
 
 import datetime
-import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 from moeos import sharding
+from moeos.all_reduce import AllReduce, OfDevices, OfHosts
 from moeos.config import MoEConfig
-from moeos.errors import PeerTimeout
 from moeos.slicing import Slicing
 from moeos.world import SharedMemory, World
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-_groups: weakref.WeakKeyDictionary[SharedMemory, dict[int, ProcessGroup]] = (
-    weakref.WeakKeyDictionary()
-)
-"""By workspace and number of slices: calls of a workspace come in one order, and so do its
-all-reduces. Those of another may come between, in another order on every rank."""
 
 
 class Reduction:
@@ -43,16 +33,14 @@ class Reduction:
     ) -> None:
         self._cfg = cfg
         self._slicing = slicing
-        self._deadline = world.deadline
-        self._rank = world.rank
         self._known: dict[int, bool] = {}  # by rows: whether a call leaves its sums
-        self._group: ProcessGroup | None = None
+        self._by: AllReduce | None = None
         if slicing.may_leave_partials(cfg):
-            self._group = _group_of(world, shared, slicing)
+            self._by = _all_reduce_of(world, shared, slicing)
 
     def leaves_partials(self, rows: int, *, counted: bool) -> bool:
         """Whether a call of so many rows does; `counted`: see `Slicing.leaves_partials`."""
-        if self._group is None:
+        if self._by is None:
             return False
         if counted or rows not in self._known:
             found = self._slicing.leaves_partials(self._cfg, rows, counted=counted)
@@ -61,28 +49,23 @@ class Reduction:
             self._known[rows] = found
         return self._known[rows]
 
-    def add_up(self, out: torch.Tensor) -> None:
+    def begin(self) -> None:
+        """A call begins that leaves them; see `AllReduce.begin`."""
+        assert self._by is not None  # as leaves_partials has said
+        self._by.begin()
+
+    def add_up(self, out: torch.Tensor, look: Callable[[], None] = lambda: None) -> None:
         """Writes the sums over the slices of this rank's experts. Collective among their ranks.
 
-        Raises `PeerTimeout` where another rank does not come, or torch's groups are destroyed. On
-        the GPU it only begins here, and a rank that does not come is for NCCL's own timeout.
+        Raises `PeerTimeout` and what `look` does: see `AllReduce.add_up`.
         """
-        assert self._group is not None  # as leaves_partials has said
-        if out.numel() == 0:
-            return
-        try:
-            dist.all_reduce(out, group=self._group)
-        except (RuntimeError, ValueError, AssertionError) as error:
-            raise PeerTimeout(
-                f"rank {self._rank}: the all-reduce of partial sums (reduce='after') ended without "
-                f"a result within {self._deadline:g} s: a rank did not come, or its process group "
-                f"is destroyed. torch.distributed says: {error}"
-            ) from error
+        assert self._by is not None
+        self._by.add_up(out, look)
 
 
-def _group_of(world: World, shared: SharedMemory, slicing: Slicing) -> ProcessGroup | None:
-    """The ranks with slices of the same experts as this one; None where nobody knows them, and the
-    costs may choose.
+def _all_reduce_of(world: World, shared: SharedMemory, slicing: Slicing) -> AllReduce | None:
+    """Among the ranks with slices of the same experts as this one; None where torch.distributed
+    does not know them, and the costs may choose.
     """
     ranks = None
     if not world.control.shares_memory:
@@ -96,13 +79,20 @@ def _group_of(world: World, shared: SharedMemory, slicing: Slicing) -> ProcessGr
             "moeos.init(group=...); or pass reduce='fused'"
         )
     assert ranks is not None  # as all have said
-    made = _groups.setdefault(shared, {})
-    if slicing.slices not in made:
-        first = slicing.holder(world.rank) * slicing.slices
-        made[slicing.slices] = dist.new_group(
-            list(ranks[first : first + slicing.slices]),
+    slices, holder = slicing.slices, slicing.holder(world.rank)
+    made = shared.all_reduces
+    if slices in made:
+        return made[slices]
+    first = holder * slices
+    if world.backend == "cuda":
+        group = dist.new_group(
+            list(ranks[first : first + slices]),
             timeout=datetime.timedelta(seconds=world.deadline),
-            backend="nccl" if world.backend == "cuda" else "gloo",
+            backend="nccl",
             use_local_synchronization=True,
         )
-    return made[slicing.slices]
+        made[slices] = OfDevices(group, world.rank)
+    else:
+        store = world.control.store(f"sums/{shared.number}/{slices}/{holder}")
+        made[slices] = OfHosts(store, (world.rank - first, slices), world.rank, world.deadline)
+    return made[slices]

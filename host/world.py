@@ -32,6 +32,7 @@ from moeos.sharding import Group
 from moeos.tracing import MAX_EVENTS
 
 if TYPE_CHECKING:
+    from moeos.all_reduce import AllReduce
     from moeos.workspace import Workspace
 
 Backend = Literal["twin", "cuda"]
@@ -72,10 +73,14 @@ class SharedMemory(Holdings, Protocol):
     """What the layers of a workspace share on one rank, as an engine has it.
 
     Attributes:
+        number: of the workspace, in the order in which those of its world are made.
         closed: whether no call can begin any more.
+        all_reduces: what adds up behind its calls, by the number of slices.
     """
 
+    number: int
     closed: bool
+    all_reduces: dict[int, AllReduce]
 
     def require_open(self) -> None:
         """Raises `RuntimeError` if it is closed."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moeos import _runtime, agreement
+from moeos.all_reduce import AllReduce
 from moeos.control import raise_together
 from moeos.device_heap import DeviceHeap
 from moeos.engines import cuda_records, cuda_wait
@@ -92,7 +93,8 @@ class CudaWorkspace:
     def __init__(self, world: World, number: int) -> None:
         self.gate = world.gate  # launches of all layers are in one order
         self.closed = False
-        self._number = number
+        self.number = number
+        self.all_reduces: dict[int, AllReduce] = {}
         self._world = weakref.ref(world)  # which may be garbage together with its layers
         self._rank = world.rank
         self._deadline = world.deadline
@@ -125,7 +127,7 @@ class CudaWorkspace:
             plan, between = plan.with_shape(sizes), max(between, sizes.intermediate_bytes)
         grows = now is None or plan.grew_from(now.plan) or between > len(now.between)
         mine = agreement.Admission(
-            self._number, self.closed, grows, now is not None and now.captured, bool(sizes.remote)
+            self.number, self.closed, grows, now is not None and now.captured, bool(sizes.remote)
         )
         agreed = agreement.agree_workspace(self._live_world(), mine)
         if found is not None:
@@ -210,6 +212,8 @@ class CudaWorkspace:
                 clear()
             self.failure.clear()
             torch.cuda.synchronize(self._device)
+        for one in self.all_reduces.values():
+            one.renew()
 
     def memory(self) -> dict[str, int]:
         """See `Holdings.memory`."""
@@ -259,6 +263,8 @@ class CudaWorkspace:
                 self.on_gpu.give_heap_back(generation.heap)
             self._now = None
             self._before.clear()
+            while self.all_reduces:
+                self.all_reduces.popitem()[1].end()
         finally:
             self._lock.release()
         return True

@@ -21,6 +21,7 @@ from moeos.engines import saved_tensors
 from moeos.engines.base import CallTensors, GradientTensors, Recording, require_memory
 from moeos.engines.pieces import gradient_pieces_of, pieces_of
 from moeos.engines.twin_workspace import TwinShape, TwinWorkspace
+from moeos.errors import PeerTimeout
 from moeos.failure import exception_of
 from moeos.faults import LayerFaults
 from moeos.formats import exponent_value
@@ -237,10 +238,29 @@ class TwinEngine:
         checked = self._checked(tensors)  # all of it, before anything is sent
         rows, counted = checked.x.shape[0], checked.tokens is not None
         self._left = self._reduction.leaves_partials(rows, counted=counted)
+        if self._left:
+            self._reduction.begin()
         for piece in pieces_of(checked, self._cfg.max_tokens):
             self._call(piece)
         if self._left:
-            self._reduction.add_up(checked.out)
+            self._add_up(checked)
+
+    def _add_up(self, tensors: CallTensors) -> None:
+        """Behind the kernel. A rank that leaves without sums fails the workspace, as in a call."""
+        identity = calls.identity(self._number, tensors.pieces)
+        rank = self._shape.rank
+        assert rank is not None  # only the end of the workspace ends it
+
+        def look() -> None:
+            failure = rank.failure()
+            if failure.epoch < rank.epoch:  # a peer may have failed in a call behind this
+                self._require_well(failure, identity)
+
+        try:
+            self._reduction.add_up(tensors.out, look)
+        except BaseException as error:
+            self._shared.give_up(interrupted=not isinstance(error, PeerTimeout))
+            raise
 
     def _make_gradients(self) -> None:
         if self._gradients is None:

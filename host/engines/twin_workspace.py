@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable
 
 from moeos import _runtime, _twin, agreement
+from moeos.all_reduce import AllReduce
 from moeos.call_gate import CallGate
 from moeos.control import raise_together
 from moeos.heap import SymmetricHeap
@@ -43,7 +44,8 @@ class TwinWorkspace:
     def __init__(self, world: World, number: int) -> None:
         self.gate = CallGate(world.rank)
         self.closed = False
-        self._number = number
+        self.number = number
+        self.all_reduces: dict[int, AllReduce] = {}
         self._world = weakref.ref(world)  # which may be garbage together with its layers
         self._plan = SharedHeap()
         self._between = 0
@@ -77,7 +79,7 @@ class TwinWorkspace:
             plan, between = plan.with_shape(sizes), max(between, sizes.intermediate_bytes)
         grows = plan.grew_from(self._plan) or between > self._between
         remote = bool(sizes.remote)
-        mine = agreement.Admission(self._number, self.closed, grows, captured=False, remote=remote)
+        mine = agreement.Admission(self.number, self.closed, grows, captured=False, remote=remote)
         grows = agreement.agree_workspace(self._live_world(), mine).grows
         if found is not None:
             return found
@@ -117,6 +119,8 @@ class TwinWorkspace:
                 shape.rank.clear()
         for clear in list(self._layers.values()):
             clear()
+        for one in self.all_reduces.values():
+            one.renew()
 
     def memory(self) -> dict[str, int]:
         """See `Holdings.memory`."""
@@ -135,10 +139,14 @@ class TwinWorkspace:
 
     def interrupt(self, reason: str) -> None:
         """Ends this rank's call, and its peers'."""
+        self.give_up(interrupted=False)
+
+    def give_up(self, *, interrupted: bool) -> None:
+        """The same; `interrupted`: by a signal, behind the kernel of the last call."""
         with self._lock:
             rank = next((shape.rank for shape in self._shapes.values() if shape.rank), None)
             if rank is not None:
-                rank.abort()
+                rank.abort(interrupted)
 
     def end(self, *, world_ends: bool = False) -> bool:
         """Joins the threads, frees the buffers, unmaps the heap. False beside an interruption."""
@@ -151,6 +159,8 @@ class TwinWorkspace:
             self._shared = None  # joins the threads, so that the heap may be unmapped
             self._free(self._heap)
             self._heap = None
+            while self.all_reduces:
+                self.all_reduces.popitem()[1].end()
         finally:
             self._lock.release()
         return True

@@ -293,7 +293,9 @@ NB_MODULE(_twin, module) {
           "pair_limit"_a, "x"_a, "d_out"_a, "topk_ids"_a, "topk_weights"_a, "w1"_a, "b1"_a, "w2"_a,
           "b2"_a, "saved"_a, "saved_of_source"_a, "d_x"_a, "d_topk_weights"_a, "d_w1"_a, "d_b1"_a,
           "d_w2"_a, "d_b2"_a, "d_x_added"_a, "d_shared"_a)
-      .def("abort", &TwinRank::abort, nb::call_guard<nb::gil_scoped_release>())
+      .def("abort", &TwinRank::abort, nb::call_guard<nb::gil_scoped_release>(),
+           "interrupted"_a = false)
+      .def("failure", &TwinRank::failure)
       .def("clear", &TwinRank::clear)
       .def_prop_ro("epoch", &TwinRank::epoch);
 

@@ -339,11 +339,18 @@ Failure TwinRank::forward(TwinRecords& records, const Operands& operands, u32 to
   return Failure{};
 }
 
-void TwinRank::abort() {
-  Failure failure = failure_of(rank_, Call{}, FailureKind::host_abort, Actor::host);
+void TwinRank::abort(bool interrupted) {
+  Call last{};  // of an interrupted one the number; who gives up leaves any call
+  if (interrupted) {
+    last.epoch = *rank_.memory.epoch - 1;
+  }
+  const FailureKind kind = interrupted ? FailureKind::interrupted : FailureKind::host_abort;
+  Failure failure = failure_of(rank_, last, kind, Actor::host);
   rank_.fail(failure);
   put_own_failure(rank_.platform, rank_.layout, rank_.heap, rank_.memory.failure_put(), rank_.rank);
 }
+
+Failure TwinRank::failure() const { return first_failure<Machine>(rank_.layout, rank_.heap); }
 
 void TwinShared::clear() {
   std::memset(heaps_[rank_], 0, heap_bytes_);

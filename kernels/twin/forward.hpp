@@ -139,7 +139,11 @@ class TwinRank {
                   const std::function<bool()>& must_leave = {});
 
   /// Makes every actor of this rank and, best effort, of its peers leave. From any thread.
-  void abort();
+  /// `interrupted`: as one whose last call a signal has ended behind its kernel.
+  void abort(bool interrupted = false);
+
+  /// What this rank or a peer has failed with since the last reset(); its kind may be `none`.
+  Failure failure() const;
 
   /// Clears this shape's tables; behind TwinShared::clear(), whose caller it is as well.
   void clear();

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All-reduces behind the calls of a workspace, among ranks with slices of the same experts.
+
+On hosts gloo makes them, over connections of their own. On GPUs a process group of
+torch.distributed does. It knows stores and process groups, and nothing of worlds or of layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import time
+from collections.abc import Callable
+from concurrent import futures
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moeos import rendezvous
+from moeos.caller import Caller
+from moeos.errors import PeerTimeout
+from moeos.process import keep_in_children
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, ProcessGroupGloo, Store  # type: ignore[attr-defined]
+
+_LOOK = 0.1  # seconds from one look at an all-reduce that is under way to the next
+_BEYOND = 5.0  # seconds that gloo waits longer, so that it is named here who did not come
+
+
+class AllReduce(Protocol):
+    """Those of one workspace: its calls come in one order, and so do they."""
+
+    def begin(self) -> None:
+        """A call begins that will be added up. A call that does not come to its end is void: what
+        its peers have sent would be taken for a later call's. So none is added up behind it.
+        """
+
+    def add_up(self, out: Tensor, look: Callable[[], None]) -> None:
+        """Writes the sums over the ranks. Collective; `look` raises where a peer has given up.
+
+        Raises `PeerTimeout` where a rank does not come, or a call before was void.
+        """
+
+    def renew(self) -> None:
+        """Nothing of calls before this is met by those behind it. Alike on all ranks, between two
+        barriers.
+        """
+
+    def end(self) -> None:
+        """Gives connections and threads back. Waits for nobody."""
+
+
+class OfHosts:
+    """By gloo. See `AllReduce`.
+
+    Each life, from one `renew` to the next, has connections of its own, which its first call makes.
+    So what a failed call has left under way meets nobody.
+
+    Args:
+        store: where the ranks meet; all keys in it are this object's.
+        place: the rank among those that add up, and their number.
+        rank: what errors call it.
+        deadline: seconds that one all-reduce may take, with its connections.
+    """
+
+    def __init__(self, store: Store, place: tuple[int, int], rank: int, deadline: float) -> None:
+        self._store = store
+        self._place = place
+        self._rank = rank
+        self._deadline = deadline
+        self._life = 0
+        self._gloo: ProcessGroupGloo | None = None
+        self._unfinished = 0  # calls of this life that have begun and not ended
+
+    def begin(self) -> None:
+        """See `AllReduce`."""
+        self._unfinished += 1
+
+    def add_up(self, out: Tensor, look: Callable[[], None]) -> None:
+        """See `AllReduce`. Signals are seen meanwhile."""
+        if self._unfinished > 1:
+            raise self._failed("a call before was left before its sums were there")
+        if out.numel() > 0:
+            self._make(out, look)
+        self._unfinished = 0
+
+    def _make(self, out: Tensor, look: Callable[[], None]) -> None:
+        ends = time.monotonic() + self._deadline
+        try:
+            with torch.inference_mode():  # which lets out be an inference tensor
+                mine = out.clone()  # what is given up may still be written to
+                self._connect(ends)
+                self._wait(mine, ends, look)
+                out.copy_(mine)
+        except futures.TimeoutError as error:
+            raise self._failed("the ranks did not connect") from error
+
+    def renew(self) -> None:
+        """See `AllReduce`."""
+        self._life += 1
+        self._unfinished = 0
+        self.end()
+
+    def end(self) -> None:
+        """See `AllReduce`. What is under way ends by gloo's own timeout, in another thread."""
+        left, self._gloo = [self._gloo], None
+        if left != [None]:
+            ending = Caller("moeos-gloo")
+            ending.begin(left.clear)
+            ending.close()
+
+    def _connect(self, ends: float) -> None:
+        if self._gloo is not None:
+            return
+        from torch.distributed import PrefixStore, ProcessGroupGloo
+
+        store = PrefixStore(str(self._life), self._store)
+        timeout = datetime.timedelta(seconds=self._deadline + _BEYOND)
+
+        def connect() -> ProcessGroupGloo | RuntimeError:
+            try:
+                made = ProcessGroupGloo(store, *self._place, timeout)
+            except RuntimeError as error:
+                return error
+            keep_in_children(made)
+            return made
+
+        found = rendezvous.within(max(0.0, ends - time.monotonic()), connect)
+        if isinstance(found, RuntimeError):
+            raise self._failed("the ranks did not connect") from found
+        self._gloo = found
+
+    def _wait(self, mine: Tensor, ends: float, look: Callable[[], None]) -> None:
+        """In steps: gloo sees no signal, nor what the peers' calls have failed with."""
+        assert self._gloo is not None  # and no name here, which an error's traceback would keep
+        work = self._gloo.allreduce([mine])
+        while not work.is_completed():
+            left = ends - time.monotonic()
+            if left <= 0:
+                raise self._failed("a rank did not come")
+            with contextlib.suppress(RuntimeError):  # of a step that has passed
+                # Of no milliseconds it would make no step, but wait to the end.
+                work.wait(datetime.timedelta(seconds=max(min(left, _LOOK), 1e-3)))
+            look()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._failed("the connection to a rank was lost") from error
+
+    def _failed(self, why: str) -> PeerTimeout:
+        return PeerTimeout(
+            f"rank {self._rank}: the all-reduce of partial sums (reduce='after') ended without a "
+            f"result within {self._deadline:g} s: {why}. All ranks may call reset() and go on"
+        )
+
+
+class OfDevices:
+    """By NCCL: it is launched behind the kernel, and nothing is waited for here. See `AllReduce`.
+
+    A rank that does not come is for NCCL's own timeout. So is a call that was left behind its
+    kernel, whose peers' next kernels wait behind their all-reduce. Graphs may have captured the
+    group, which stays through a reset.
+    """
+
+    def __init__(self, group: ProcessGroup, rank: int) -> None:
+        self._group = group
+        self._rank = rank
+
+    def begin(self) -> None:
+        """See `AllReduce`."""
+
+    def add_up(self, out: Tensor, look: Callable[[], None]) -> None:
+        """See `AllReduce`."""
+        if out.numel() == 0:
+            return
+        try:
+            dist.all_reduce(out, group=self._group)
+        except (RuntimeError, ValueError, AssertionError) as error:
+            raise PeerTimeout(
+                f"rank {self._rank}: the all-reduce of partial sums (reduce='after') was not "
+                "launched: torch.distributed refuses it, or its groups are destroyed. Close the "
+                "world on all ranks, and make it and its layers again"
+            ) from error
+
+    def renew(self) -> None:
+        """See `AllReduce`."""
+
+    def end(self) -> None:
+        """See `AllReduce`."""
+        with contextlib.suppress(ValueError, AssertionError, RuntimeError):  # it may be gone
+            dist.destroy_process_group(self._group)
