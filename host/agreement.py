@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from moeos import sharding
 from moeos.config import MoEConfig, digest_differences
+from moeos.control import ControlPlane
 from moeos.errors import ConfigMismatch, PeerTimeout, said
 from moeos.placement import Placement, differences
 from moeos.slicing import WHOLE, Slicing
@@ -85,13 +86,17 @@ def agree(
     )
 
 
-def require_on_all(world: World, error: Exception | None, what: str) -> None:
+def require_on_all(
+    world: World, error: Exception | None, what: str, control: ControlPlane | None = None
+) -> None:
     """Raises on all ranks where one has an error: its own, or `ValueError` with that of the lowest
     rank that has one. Collective; no rank waits for `what` later that another does not have.
+
+    `control`: the world's own, or its `aside`.
     """
     told = None if error is None else said(error)[:_MAX_TOLD]
     try:
-        every = world.control.allgather(told, what)
+        every = (control or world.control).allgather(told, what)
     except PeerTimeout as timeout:
         raise error or timeout from None
     if error is not None:

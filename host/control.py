@@ -34,6 +34,7 @@ MAX_PAYLOAD_BYTES = 1 << 20
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 50e-6, 2e-3  # seconds between two looks at what has arrived
 _GRACE = 5.0  # seconds that a rank which leaves waits for peers that should be leaving as well
 _MAX_REASON = 2000  # characters of an abort's reason that the peers are told
+_ASIDE_REMEDY = "All ranks may call world.reset() and go on"
 REMEDY = (
     "Ranks of this world agree on nothing any more: close it on all of them, and make it and its "
     "layers again"
@@ -82,6 +83,14 @@ class ControlPlane(Protocol):
 
     def abort(self, reason: str) -> None:
         """Ends the waits of all ranks with a `PeerTimeout` that tells the reason."""
+
+    def look(self, what: str) -> None:
+        """Raises `PeerTimeout` where a rank has given up, for who waits for it by other means."""
+
+    def aside(self, name: str) -> ControlPlane:
+        """A plane of the same ranks that fails by itself, while this one goes on; `name`: alike on
+        all ranks, and another one than before. Waits for nobody. It ends with this one.
+        """
 
     def store(self, name: str) -> Store:
         """A store of these ranks' processes for who meets there by means of torch's own. Not where
@@ -187,6 +196,12 @@ class SoloControl:
     def abort(self, reason: str) -> None:
         return
 
+    def look(self, what: str) -> None:
+        return
+
+    def aside(self, name: str) -> SoloControl:
+        return self
+
     def store(self, name: str) -> Store:
         raise NotImplementedError
 
@@ -230,6 +245,16 @@ class _PolledControl:
 
     def abort(self, reason: str) -> None:
         """See `ControlPlane.abort`."""
+        raise NotImplementedError
+
+    def look(self, what: str) -> None:
+        """See `ControlPlane.look`."""
+        aborted = self._failure or self._find_abort()
+        if aborted is not None:
+            self._fail(f"rank {self.rank} stopped waiting for {what}: {aborted}. {self._remedy}")
+
+    def aside(self, name: str) -> ControlPlane:
+        """See `ControlPlane.aside`."""
         raise NotImplementedError
 
     def store(self, name: str) -> Store:
@@ -323,11 +348,15 @@ class _PolledControl:
 
 
 class _Board:
-    """What the virtual ranks of one process share: posts by (exchange, rank), and who gave up."""
+    """What the virtual ranks of one process share: posts by (exchange, rank), and who gave up.
+
+    `asides`: of planes that fail by themselves, by name.
+    """
 
     def __init__(self) -> None:
         self.posts: dict[tuple[int, int], _Post] = {}
         self.aborted: str | None = None
+        self.asides: dict[str, _Board] = {}
 
 
 class ThreadControl(_PolledControl):
@@ -339,9 +368,17 @@ class ThreadControl(_PolledControl):
 
     shares_memory = True
 
-    def __init__(self, rank: int, size: int, deadline: float, board: _Board) -> None:
-        super().__init__(rank, size, deadline)
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        deadline: float,
+        board: _Board,
+        above: ThreadControl | None = None,
+    ) -> None:
+        super().__init__(rank, size, deadline, remedy=REMEDY if above is None else _ASIDE_REMEDY)
         self._board = board
+        self._above = above
 
     @staticmethod
     def group(size: int, deadline: float) -> list[ThreadControl]:
@@ -356,6 +393,10 @@ class ThreadControl(_PolledControl):
         if self._board.aborted is None:
             self._board.aborted = note
 
+    def aside(self, name: str) -> ThreadControl:
+        board = self._board.asides.setdefault(name, _Board())  # one step of the interpreter
+        return ThreadControl(self.rank, self.size, self._deadline, board, self)
+
     def close(self) -> None:
         self._closed = True
 
@@ -368,10 +409,67 @@ class ThreadControl(_PolledControl):
         return self._board.posts.get((self._sequence, peer))
 
     def _find_abort(self) -> str | None:
-        return self._board.aborted
+        return self._board.aborted or (None if self._above is None else self._above._find_abort())
 
 
-class StoreControl(_PolledControl):
+class _StoredControl(_PolledControl):
+    """A control plane whose posts lie in a store."""
+
+    _store: PrefixStore
+
+    def abort(self, reason: str) -> None:
+        if self._closed or not self._home.here:
+            return
+        note = self._gave_up(reason)
+        with contextlib.suppress(PeerTimeout):  # a store that is gone tells the peers as much
+            if self._find_abort() is None:
+                self._ask(lambda: self._store.set("abort", note))
+
+    def _ask(self, question: Callable[[], Value]) -> Value:
+        """The store's answer; `PeerTimeout` if it is gone or gives none within the deadline."""
+        raise NotImplementedError
+
+    def _delete_posts(self) -> None:
+        """Deletes what is left of its exchanges, when no rank begins one any more."""
+        exchanges = range(max(0, self._sequence - 1), self._sequence + 2)
+        for exchange in exchanges:
+            for rank in range(self.size):
+                self._delete(f"{exchange}/{rank}")
+        self._delete("abort")
+
+    def _delete(self, key: str) -> None:
+        def delete() -> None:
+            try:
+                self._store.delete_key(key)
+            except (RuntimeError, NotImplementedError) as error:  # not every store can
+                if _is_lost(
+                    error
+                ):  # or each key would be asked for, and PyTorch print each failure
+                    raise
+
+        self._ask(delete)
+
+    def _post(self, post: _Post) -> None:
+        payload = cast(str, pickle.dumps(post._replace(value=_pickled(post.value))))
+        # Bytes; the stub of `set` knows no more than str.
+        self._ask(lambda: self._store.set(f"{self._sequence}/{self.rank}", payload))
+        if self._sequence >= 2:  # every peer has read it, see ThreadControl
+            self._delete(f"{self._sequence - 2}/{self.rank}")
+
+    def _take(self, peer: int) -> _Post | None:
+        key = f"{self._sequence}/{peer}"
+        if not self._ask(lambda: self._store.check([key])):
+            return None
+        post: _Post = pickle.loads(self._ask(lambda: self._store.get(key)))
+        return post._replace(value=pickle.loads(cast(bytes, post.value)))
+
+    def _find_abort(self) -> str | None:
+        if not self._ask(lambda: self._store.check(["abort"])):
+            return None
+        return self._ask(lambda: self._store.get("abort")).decode()
+
+
+class StoreControl(_StoredControl):
     """The control plane of a process, over a store of torch.distributed that all ranks reach.
 
     Args:
@@ -382,6 +480,7 @@ class StoreControl(_PolledControl):
         serves: whether the store ends with this process. Then `close` waits for the peers.
         job: what errors call the ranks beside their numbers, as of `moeos.errors.in_job`.
         remedy: what errors say of going on.
+        begins: what errors call this start, where it is not a world's.
 
     The n-th control plane of a rank on a store meets the n-th of every other rank.
 
@@ -402,9 +501,12 @@ class StoreControl(_PolledControl):
         serves: bool = False,
         job: Sequence[int] = (),
         remedy: str = REMEDY,
+        begins: str | None = None,
     ) -> None:
         super().__init__(rank, size, deadline, job, remedy)
         self._where = where
+        self._begins = begins
+        self._asides: list[_StoreAside] = []
         self._given = store  # which may be the one that is served
         self._serves = serves
         self._caller = Caller("moeos-store")
@@ -436,13 +538,9 @@ class StoreControl(_PolledControl):
                 self._caller.close()
             raise
 
-    def abort(self, reason: str) -> None:
-        if self._closed or not self._home.here:
-            return
-        note = self._gave_up(reason)
-        with contextlib.suppress(PeerTimeout):  # a store that is gone tells the peers as much
-            if self._find_abort() is None:
-                self._ask(lambda: self._store.set("abort", note))
+    def aside(self, name: str) -> _StoreAside:
+        self._asides.append(_StoreAside(self, name))
+        return self._asides[-1]
 
     def store(self, name: str) -> Store:
         def connect() -> Store:
@@ -458,10 +556,13 @@ class StoreControl(_PolledControl):
         if self._closed or not self._home.here:
             return
         self._closed = True
+        for aside in self._asides:
+            aside.close()
         if self._counted:
             with contextlib.suppress(PeerTimeout):
                 self._close_counted()
         self._caller.close()
+        self._asides.clear()
         del self._store, self._given, self._of_job
 
     def _close_counted(self) -> None:
@@ -490,8 +591,11 @@ class StoreControl(_PolledControl):
         while len(sizes) < known:
             missing = [rank for rank in range(known) if rank not in sizes]
             try:
-                self._wait(arrived, "the start of a world", missing, self._deadline)
+                what = self._begins or "the start of a world"
+                self._wait(arrived, what, missing, self._deadline)
             except PeerTimeout as error:
+                if self._begins is not None:
+                    self._fail(f"{error}. {self._remedy}")
                 self._fail(f"{error}{self._of_other_numbers(missing)}")
             known = max(sizes.values())
         self._closers = known
@@ -523,11 +627,10 @@ class StoreControl(_PolledControl):
 
         Where another rank serves the store, it waits for the end of this, and deletes the last.
         """
-        exchanges = range(max(0, self._sequence - 1), self._sequence + 2)
-        ranks = range(self._closers)
-        keys = [f"{exchange}/{rank}" for exchange in exchanges for rank in ranks]
-        for key in [*keys, *(f"size/{rank}" for rank in ranks), "abort"]:
-            self._delete(key)
+        for each in (self, *self._asides):
+            each._delete_posts()
+        for rank in range(self._closers):
+            self._delete(f"size/{rank}")
         if self._serves or not self._ask(lambda: self._store.check(["served"])):
             self._delete_last_keys()
         else:
@@ -537,20 +640,7 @@ class StoreControl(_PolledControl):
         for key in ("closed", "served"):
             self._delete(key)
 
-    def _delete(self, key: str) -> None:
-        def delete() -> None:
-            try:
-                self._store.delete_key(key)
-            except (RuntimeError, NotImplementedError) as error:  # not every store can
-                if _is_lost(
-                    error
-                ):  # or each key would be asked for, and PyTorch print each failure
-                    raise
-
-        self._ask(delete)
-
     def _ask(self, question: Callable[[], Value]) -> Value:
-        """The store's answer; `PeerTimeout` if it is gone or gives none within the deadline."""
         found: list[Value] = []
 
         def ask() -> Exception | None:
@@ -575,24 +665,25 @@ class StoreControl(_PolledControl):
         where = in_job([self.rank], self._job)
         self._fail(f"rank {self.rank} of {self.size} {self._lost}{where}")
 
-    def _post(self, post: _Post) -> None:
-        payload = cast(str, pickle.dumps(post._replace(value=_pickled(post.value))))
-        # Bytes; the stub of `set` knows no more than str.
-        self._ask(lambda: self._store.set(f"{self._sequence}/{self.rank}", payload))
-        if self._sequence >= 2:  # every peer has read it, see ThreadControl
-            self._delete(f"{self._sequence - 2}/{self.rank}")
 
-    def _take(self, peer: int) -> _Post | None:
-        key = f"{self._sequence}/{peer}"
-        if not self._ask(lambda: self._store.check([key])):
-            return None
-        post: _Post = pickle.loads(self._ask(lambda: self._store.get(key)))
-        return post._replace(value=pickle.loads(cast(bytes, post.value)))
+class _StoreAside(_StoredControl):
+    """See `ControlPlane.aside`: its keys lie below those of another one, by whose means it asks."""
+
+    def __init__(self, above: StoreControl, name: str) -> None:
+        from torch.distributed import PrefixStore
+
+        super().__init__(above.rank, above.size, above._deadline, above._job, _ASIDE_REMEDY)
+        self._above = above
+        self._store = PrefixStore(name, above._store)
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _ask(self, question: Callable[[], Value]) -> Value:
+        return self._above._ask(question)
 
     def _find_abort(self) -> str | None:
-        if not self._ask(lambda: self._store.check(["abort"])):
-            return None
-        return self._ask(lambda: self._store.get("abort")).decode()
+        return super()._find_abort() or self._above._failure or self._above._find_abort()
 
 
 def _count_of(store: Store, key: str) -> int:

@@ -44,11 +44,11 @@ def in_job(ranks: Iterable[int], job: Sequence[int]) -> str:
 
 
 def said(error: BaseException) -> str:
-    """The class of an error and what it says, also where asking it raises: its own error must come
-    out, and no other.
+    """The class of an error and what it says, in ASCII, also where asking it raises: its own error
+    must come out, and no other.
     """
     try:
         text = str(error)
     except BaseException as raised:
         text = f"its text cannot be had ({type(raised).__name__})"
-    return f"{type(error).__name__}: {text}"
+    return f"{type(error).__name__}: {text}".encode("ascii", "backslashreplace").decode()

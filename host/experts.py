@@ -19,6 +19,7 @@ from moeos import (
     custom_op,
     gradient_operators,
     gradients,
+    interruption,
     main_grads,
     tensor_memory,
     wrappers,
@@ -355,12 +356,13 @@ class Experts:
     ) -> None:
         """As `MoELayer.check_inputs`; `gate`: the router's tensors by their names."""
         equal = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights, **(gate or {})}
-        self.world.together("the comparison of inputs", lambda: self._compare(equal))
+        world, what = self.world, "the comparison of inputs"
+        interruption.told(world.aside, what, lambda: world.gate.run(lambda: self._compare(equal)))
 
     def _compare(self, equal: Mapping[str, torch.Tensor | None]) -> None:
         """Collective, in the world's gate. Raises as `check_inputs` does."""
         mine = digest({name: None if one is None else one.cpu() for name, one in equal.items()})
-        told = self.world.control.allgather(mine, "the comparison of the ranks' inputs")
+        told = self.world.aside.allgather(mine, "the comparison of the ranks' inputs")
         each = self.slicing.slices if self.slicing.sums else len(told)
         for first in range(0, len(told), each):
             unlike = [rank for rank in range(first, first + each) if told[rank] != told[first]]

@@ -101,6 +101,7 @@ def reset(world: World, workspaces: list[Workspace]) -> None:
         with HeldSignals():  # what is cleared in part would be taken for a call's
             for workspace in workspaces:
                 workspace.shared.clear()
+            world.renew_aside()
         world.control.barrier("the end of reset")  # all heaps are clean before anyone writes there
 
     interruption.told(world.control, "reset", lambda: in_gates(world, workspaces, settle_and_clear))

@@ -186,6 +186,8 @@ class World:
         self._layers = 0
         self.layer_names: dict[int, str] = {}
         self.beside: dict[object, ControlPlane] = {}
+        self._resets = 0
+        self._aside: ControlPlane | None = None
         self._own_workspaces: dict[bool, Workspace] = {}  # of layers in slices, and of others
         self._workspaces: list[weakref.ref[Workspace]] = []
         self._closed = False
@@ -275,6 +277,21 @@ class World:
 
         self.require_open()
         reset(self, self._live_workspaces())
+
+    @property
+    def aside(self) -> ControlPlane:
+        """For exchanges that leave nothing half done: one that fails ends no more than this, and
+        `reset` makes it anew.
+        """
+        if self._aside is None:
+            self.require_open()
+            self._aside = self.control.aside(f"aside/{self._resets}")
+        return self._aside
+
+    def renew_aside(self) -> None:
+        """Between two barriers."""
+        self._resets += 1
+        self._aside = None
 
     def memory(self) -> dict[str, int]:
         """Bytes of this rank's memory that moeos has allocated, by kind; weights are no kind.

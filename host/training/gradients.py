@@ -62,7 +62,7 @@ def get_total_norm(
         PeerTimeout: a rank did not make the call before the world's deadline, where hosts wait.
     """
     return interruption.told(
-        world.control, "get_total_norm", lambda: _total_norm(parameters, norm_type, world, experts)
+        world.aside, "get_total_norm", lambda: _total_norm(parameters, norm_type, world, experts)
     )
 
 
@@ -245,7 +245,7 @@ def over_ranks(world: World, mine: Tensor, p: float) -> Tensor:
         return mine
     total = torch.zeros_like(mine)
     number = float(mine)
-    control = world.control
+    control = world.aside
     for one in world.gate.run(lambda: control.allgather(number, "the norm of gradients")):
         total = _added(total, torch.full_like(mine, one), p)
     return total

@@ -6,7 +6,9 @@ It knows PyTorch's scaler and the ranks of a world, and nothing of how a layer c
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from moeos import agreement, interruption, sharding
 from moeos.experts import device_of
+from moeos.held_signals import HeldSignals
 from moeos.training.gradients import over_ranks
 from moeos.world import World
 
@@ -25,7 +28,10 @@ class GradScaler(torch.amp.GradScaler):
     scaler of PyTorch it alone skips its step, and what all ranks hold differs from then on.
     `unscale_`, and `step` where it is not called before, are collective: all ranks must make them
     for the same optimizers, in the same order. An optimizer may have DTensors, such as those of
-    `fully_shard`, beside plain experts.
+    `fully_shard`, beside plain experts. A rank whose optimizer has no gradient does as the others.
+
+    What interrupts `unscale_` has changed no gradient of this rank: after `world.reset()` on all
+    ranks it may be called again.
 
     Args:
         device, settings: as of `torch.amp.GradScaler`.
@@ -33,27 +39,81 @@ class GradScaler(torch.amp.GradScaler):
 
     Raises:
         PeerTimeout: as `get_total_norm`.
+        RuntimeError: a parameter has a `main_grad`, or what `torch.amp.GradScaler` raises; where
+            only another rank has such an error, `ValueError` names it.
     """
 
     def __init__(self, device: str = "cuda", *, world: World, **settings: Any) -> None:
         agreement.require_world(world)
         super().__init__(device, **settings)
         self._world = world
+        self._behind: contextlib.ExitStack | None = None  # what ends when a call of unscale_ does
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """See `torch.amp.GradScaler.unscale_`. Collective."""
+        with contextlib.ExitStack() as self._behind:
+            try:
+                super().unscale_(optimizer)
+            finally:
+                self._behind = None
 
     def _unscale_grads_(
-        self, optimizer: torch.optim.Optimizer, *arguments: Any, **named: Any
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, *others: Any
     ) -> dict[torch.device, Tensor]:
         # All ways of PyTorch's to look for infinities end here.
-        return interruption.told(
-            self._world.control,
-            "GradScaler.unscale_",
-            lambda: self._unscale_together(optimizer, *arguments, **named),
-        )
+        def unscale(by: Tensor) -> dict[torch.device, Tensor]:
+            found: dict[torch.device, Tensor] = {}
+            for its in self._kinds(optimizer):
+                for place, flag in (
+                    super(GradScaler, self)._unscale_grads_(its, by, *others).items()
+                ):
+                    found[place] = torch.maximum(found[place], flag) if place in found else flag
+            return found
 
-    def _unscale_together(
-        self, optimizer: torch.optim.Optimizer, *arguments: Any, **named: Any
-    ) -> dict[torch.device, Tensor]:
-        kinds: dict[Any, list[Tensor]] = {}  # PyTorch takes no DTensors beside others
+        world = self._world
+        if world.size == 1:
+            return unscale(inv_scale)
+        # Looked for first, and scaled when all ranks know: what is interrupted changes no gradient.
+        # Behind that no signal comes before PyTorch has noted it, or it would be done again.
+        found = interruption.told(
+            world.aside,
+            "GradScaler.unscale_",
+            lambda: self._found(lambda: unscale(torch.ones_like(inv_scale))),
+        )
+        if self._behind is not None:  # else the optimizer scales them itself
+            self._behind.enter_context(HeldSignals())
+            unscale(inv_scale)
+        return found
+
+    def _found(self, look: Callable[[], dict[torch.device, Tensor]]) -> dict[torch.device, Tensor]:
+        """Whether any rank has found an infinity, by devices, of which there is one at least: a
+        rank without gradients steps, or skips its step, as the others do. Collective.
+        """
+        found: dict[torch.device, Tensor] = {}
+        error: Exception | None = None
+        try:
+            found = look()
+        except (RuntimeError, ValueError) as raised:
+            error = raised
+        world, device = self._world, device_of(self._world)
+        world.gate.run(
+            lambda: agreement.require_on_all(
+                world, error, "the gradients of a GradScaler", world.aside
+            )
+        )
+        mine = torch.zeros((), dtype=torch.float64, device=device)
+        for flag in found.values():
+            mine = torch.maximum(mine, flag.to(device, torch.float64).amax())
+        of_all = over_ranks(world, mine, math.inf)
+        if not found:
+            found = {mine.device: torch.zeros((), dtype=torch.float32, device=device)}
+        for flag in found.values():
+            flag.copy_(of_all)
+        return found
+
+    def _kinds(self, optimizer: torch.optim.Optimizer) -> list[Any]:
+        """What PyTorch's scaler takes at once, as optimizers: no DTensors beside others."""
+        kinds: dict[Any, list[Tensor]] = {}
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 if getattr(parameter, "main_grad", None) is not None:
@@ -63,25 +123,10 @@ class GradScaler(torch.amp.GradScaler):
                         "unscale: train in bfloat16, or without main_grad"
                     )
                 whole: Any = parameter
-                kind = (
-                    (whole.device_mesh, whole.placements)
-                    if sharding.is_dtensor(parameter)
-                    else None
-                )
+                cut = sharding.is_dtensor(parameter)
+                kind = (whole.device_mesh, whole.placements) if cut else None
                 kinds.setdefault(kind, []).append(parameter)
-        found: dict[torch.device, Tensor] = {}
-        for parameters in kinds.values():
-            its: Any = _Parameters([{"params": parameters}])
-            for place, flag in super()._unscale_grads_(its, *arguments, **named).items():
-                found[place] = torch.maximum(found[place], flag) if place in found else flag
-        device = device_of(self._world)
-        mine = torch.zeros((), dtype=torch.float64, device=device)
-        for flag in found.values():
-            mine = torch.maximum(mine, flag.to(device, torch.float64).amax())
-        of_all = over_ranks(self._world, mine, math.inf)
-        for flag in found.values():
-            flag.copy_(of_all)
-        return found
+        return [_Parameters([{"params": parameters}]) for parameters in kinds.values()]
 
 
 class _Parameters(NamedTuple):

@@ -81,10 +81,7 @@ WORK: dict[str, tuple[str, Callable[[World, MoELayer], object]]] = {
     "replace": ("MoELayer.replace", lambda _, layer: layer.replace(ORDERED)),
     "reset": ("reset", lambda world, _: world.reset()),
     "a workspace": ("the end of a workspace", lambda world, _: world.workspace.close()),
-    "inputs": ("the comparison of inputs", inputs_checked),
     "backward": ("the first backward of a layer", first_backward),
-    "norm": ("get_total_norm", lambda world, layer: get_total_norm(layer.w1, world=world)),
-    "scaler": ("GradScaler", unscaled),
 }
 
 
@@ -114,6 +111,54 @@ def test_an_exception_of_a_handler_between_exchanges_ends_the_peers_waits(
     assert peers.startswith("PeerTimeout: rank 1 stopped waiting for")
     assert f"rank 0 gave up: Boom in {what}" in peers
     assert "close it on all of them, and make it and its layers again" in peers
+
+
+COMPARISONS: dict[str, tuple[str, Callable[[World, MoELayer], object]]] = {
+    "inputs": ("the comparison of inputs", inputs_checked),
+    "norm": ("get_total_norm", lambda world, layer: get_total_norm(layer.w1, world=world)),
+    "scaler": ("GradScaler", unscaled),
+}
+
+
+@pytest.mark.parametrize("work", COMPARISONS)
+def test_behind_an_exception_amid_a_comparison_reset_lets_all_go_on(
+    work: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    what, do = COMPARISONS[work]
+    really = _PolledControl.allgather
+    armed: list[bool] = []
+
+    def allgather(self: Any, *arguments: Any, **named: Any) -> Any:
+        if armed and self.rank == 0:
+            armed.clear()
+            signal.raise_signal(signal.SIGUSR1)
+        return really(self, *arguments, **named)
+
+    monkeypatch.setattr(_PolledControl, "allgather", allgather)
+
+    def rank_main(world: World) -> list[str]:
+        layer = MoELayer(CFG, world, placement=ORDERED)
+        said = []
+        for _ in range(2):
+            do(world, layer)
+            world.control.barrier()
+            armed.append(True)
+            said.append(raised(lambda: do(world, layer)))
+            armed.clear()
+            if world.rank == 1:
+                said.append(raised(lambda: do(world, layer)))
+            world.reset()
+        do(world, layer)
+        layer(torch.zeros(2, CFG.hidden, dtype=CFG.dtype))
+        return said
+
+    own, peers = two_ranks(rank_main)
+    assert own == ["Boom: "] * 2
+    for first, again in zip(peers[::2], peers[1::2], strict=True):
+        assert first.startswith("PeerTimeout: rank 1 stopped waiting for")
+        assert f"rank 0 gave up: Boom in {what}" in first
+        assert again.startswith("PeerTimeout: rank 1 cannot begin")
+        assert first.endswith("All ranks may call world.reset() and go on")
 
 
 @pytest.mark.parametrize("kind", [Boom, KeyboardInterrupt])

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+import moeos
 from moeos import MoELayer, World, training, virtual
 from moeos.sharding import local_part
 from tests.layers import config
@@ -56,6 +58,93 @@ def test_all_ranks_skip_a_step_where_one_has_an_infinity(
         return stepped
 
     assert virtual.run(rank_main, ranks=2) == [[True, False, True]] * 2
+
+
+@pytest.mark.parametrize("step", [in_turn, at_once])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_rank_whose_optimizer_has_no_gradient_does_as_the_others(
+    step: Callable[[torch.amp.GradScaler, torch.optim.Optimizer], None], fused: bool
+) -> None:
+    def rank_main(world: World) -> tuple[list[bool], float]:
+        layer = MoELayer(CFG, world).requires_grad_(True)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1.0, fused=fused)
+        scaler = training.GradScaler("cpu", world=world, init_scale=SCALE)
+        stepped = []
+        for bad in (False, True):
+            before = layer.w1.detach().clone()
+            if world.rank == 0:
+                layer.w1.grad = torch.full_like(layer.w1, math.inf if bad else SCALE)
+            scaler.scale(torch.zeros(()))
+            step(scaler, optimizer)
+            scaler.update()
+            stepped.append(not torch.equal(layer.w1, before))
+        return stepped, scaler.get_scale()
+
+    assert virtual.run(rank_main, ranks=2) == [
+        ([True, False], SCALE / 2),
+        ([False, False], SCALE / 2),
+    ]
+
+
+def test_an_error_of_one_rank_comes_to_all_and_nobody_unscales() -> None:
+    def rank_main(world: World) -> str:
+        layer = MoELayer(CFG, world).requires_grad_(True)
+        layer.w1.grad = torch.full_like(layer.w1, SCALE)
+        if world.rank == 1:
+            layer.w2.main_grad = torch.ones_like(layer.w2)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+        scaler = training.GradScaler("cpu", world=world, init_scale=SCALE)
+        scaler.scale(torch.zeros(()))
+        with pytest.raises((RuntimeError, ValueError)) as raised:
+            scaler.unscale_(optimizer)
+        assert torch.equal(layer.w1.grad, torch.full_like(layer.w1, SCALE))
+        return f"{raised.type.__name__}: {raised.value}"
+
+    first, second = virtual.run(rank_main, ranks=2)
+    assert first.startswith("ValueError: rank 1 cannot take the gradients of a GradScaler: Runtime")
+    assert second.startswith("RuntimeError: rank 1: group 0 of the optimizer has a parameter")
+
+
+@pytest.mark.parametrize("amid", ["the exchange", "the scaling"])
+def test_gradients_are_unscaled_once_whenever_a_signal_comes(
+    amid: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def handler(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    def rank_main(world: World) -> list[bool]:
+        signal.signal(signal.SIGUSR1, handler)
+        layer = MoELayer(CFG, world).requires_grad_(True)
+        layer.w1.grad = torch.full_like(layer.w1, SCALE)
+        optimizer = torch.optim.SGD([layer.w1], lr=1.0)
+        scaler = training.GradScaler("cpu", world=world, init_scale=SCALE)
+        scaler.scale(torch.zeros(()))
+        really, times = torch.amp.GradScaler._unscale_grads_, []
+
+        def unscale(*arguments: Any) -> Any:
+            found = really(*arguments)
+            times.append(True)
+            if world.rank == 0 and len(times) == (1 if amid == "the exchange" else 2):
+                signal.raise_signal(signal.SIGUSR1)
+            return found
+
+        monkeypatch.setattr(torch.amp.GradScaler, "_unscale_grads_", unscale)
+        told = False
+        try:
+            scaler.unscale_(optimizer)
+        except (KeyboardInterrupt, moeos.PeerTimeout):
+            told = True
+        world.reset()
+        if amid == "the exchange":
+            assert torch.equal(layer.w1.grad, torch.full_like(layer.w1, SCALE))
+            scaler.unscale_(optimizer)
+        assert torch.equal(layer.w1.grad, torch.ones_like(layer.w1))
+        before = layer.w1.detach().clone()
+        scaler.step(optimizer)
+        scaler.update()
+        return [told, torch.equal(layer.w1, before - 1.0)]
+
+    assert ranks_of_torch(rank_main, 2) == [[True, True], [amid == "the exchange", True]]
 
 
 def test_a_main_grad_is_refused_by_name() -> None:
