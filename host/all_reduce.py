@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-reduces behind the calls of a workspace, among ranks with slices of the same experts.
+"""All-reduces behind the calls of a workspace, among ranks with slices of the same experts; and
+those of hosts elsewhere.
 
 On hosts gloo makes them, over connections of their own. On GPUs a process group of
 torch.distributed does. It knows stores and process groups, and nothing of worlds or of layers.
@@ -62,15 +63,19 @@ class OfHosts:
     Args:
         store: where the ranks meet; all keys in it are this object's.
         place: the rank among those that add up, and their number.
-        rank: what errors call it.
         deadline: seconds that one all-reduce may take, with its connections.
+        what: in errors, whose rank makes which all-reduce.
+        remedy: what errors say of going on.
     """
 
-    def __init__(self, store: Store, place: tuple[int, int], rank: int, deadline: float) -> None:
+    def __init__(
+        self, store: Store, place: tuple[int, int], deadline: float, what: str, remedy: str
+    ) -> None:
         self._store = store
         self._place = place
-        self._rank = rank
         self._deadline = deadline
+        self._what = what
+        self._remedy = remedy
         self._life = 0
         self._gloo: ProcessGroupGloo | None = None
         self._unfinished = 0  # calls of this life that have begun and not ended
@@ -83,20 +88,22 @@ class OfHosts:
         """See `AllReduce`. Signals are seen meanwhile."""
         if self._unfinished > 1:
             raise self._failed("a call before was left before its sums were there")
-        if out.numel() > 0:
-            self._make(out, look)
+        with torch.inference_mode():  # which lets out be an inference tensor
+            out.copy_(self.sums(out, look))
         self._unfinished = 0
 
-    def _make(self, out: Tensor, look: Callable[[], None]) -> None:
+    def sums(self, of: Tensor, look: Callable[[], None]) -> Tensor:
+        """The same as a tensor of its own. What is given up may still be written to later."""
+        mine = of.clone(memory_format=torch.contiguous_format)
+        if mine.numel() == 0:
+            return mine
         ends = time.monotonic() + self._deadline
         try:
-            with torch.inference_mode():  # which lets out be an inference tensor
-                mine = out.clone()  # what is given up may still be written to
-                self._connect(ends)
-                self._wait(mine, ends, look)
-                out.copy_(mine)
+            self._connect(ends)
         except futures.TimeoutError as error:
             raise self._failed("the ranks did not connect") from error
+        self._wait(mine, ends, look)
+        return mine
 
     def renew(self) -> None:
         """See `AllReduce`."""
@@ -152,8 +159,8 @@ class OfHosts:
 
     def _failed(self, why: str) -> PeerTimeout:
         return PeerTimeout(
-            f"rank {self._rank}: the all-reduce of partial sums (reduce='after') ended without a "
-            f"result within {self._deadline:g} s: {why}. All ranks may call reset() and go on"
+            f"{self._what} ended without a result within {self._deadline:g} s: {why}. "
+            f"{self._remedy}"
         )
 
 

@@ -19,6 +19,8 @@ from moeos.config import MoEConfig
 from moeos.slicing import Slicing
 from moeos.world import SharedMemory, World
 
+_REMEDY = "All ranks may call reset() and go on"
+
 
 class Reduction:
     """Of one layer on one rank: which calls leave their partial sums, and who adds these up.
@@ -94,5 +96,7 @@ def _all_reduce_of(world: World, shared: SharedMemory, slicing: Slicing) -> AllR
         made[slices] = OfDevices(group, world.rank)
     else:
         store = world.control.store(f"sums/{shared.number}/{slices}/{holder}")
-        made[slices] = OfHosts(store, (world.rank - first, slices), world.rank, world.deadline)
+        what = f"rank {world.rank}: the all-reduce of partial sums (reduce='after')"
+        place = world.rank - first, slices
+        made[slices] = OfHosts(store, place, world.deadline, what, _REMEDY)
     return made[slices]

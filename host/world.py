@@ -69,6 +69,16 @@ class Holdings(Protocol):
         """Bytes that it holds, by kind."""
 
 
+class Beside(Protocol):
+    """What a world has with ranks of other worlds."""
+
+    def abort(self, reason: str) -> None:
+        """Ends the waits of all these ranks."""
+
+    def close(self) -> None:
+        """Gives it back. Idempotent."""
+
+
 class SharedMemory(Holdings, Protocol):
     """What the layers of a workspace share on one rank, as an engine has it.
 
@@ -149,7 +159,7 @@ class World:
         group: the process group that it was made of, or None.
         gate: what goes through it has the control plane for itself, one thread at a time.
         layer_names: of layers that have one, by their numbers.
-        beside: control planes with ranks of other worlds, by a name; they end with this world.
+        beside: what it has with ranks of other worlds, by a name; that ends with this world.
     """
 
     def __init__(
@@ -185,7 +195,7 @@ class World:
         self._heaps: dict[int, SymmetricHeap] = {}
         self._layers = 0
         self.layer_names: dict[int, str] = {}
-        self.beside: dict[object, ControlPlane] = {}
+        self.beside: dict[object, Beside] = {}
         self._resets = 0
         self._aside: ControlPlane | None = None
         self._own_workspaces: dict[bool, Workspace] = {}  # of layers in slices, and of others
@@ -444,8 +454,8 @@ class World:
             gate.close()
         if any(gate.busy for gate in gates):
             self.control.abort(reason)
-            for control in list(self.beside.values()):
-                control.abort(reason)
+            for one in list(self.beside.values()):
+                one.abort(reason)
             self._interrupt(reason)  # and stands nowhere still: the program's end waits for a close
         return gates
 

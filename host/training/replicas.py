@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moeos import interruption, process_groups, sharding, wrappers
+from moeos import process_groups, sharding, wrappers
+from moeos.all_reduce import OfHosts
 from moeos.control import ControlPlane, StoreControl
 from moeos.errors import ConfigMismatch, PeerTimeout, said
+from moeos.held_signals import HeldSignals
 from moeos.process_groups import Membership
 from moeos.training.gradients import distinct, gradient_of, ids_of_experts
 from moeos.world import World
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _WHAT = "the comparison of experts whose gradients are added up"
+_SUMS = "the sums of experts' gradients"
 _REMEDY = (
     "Nothing has been added up here: call moeos.training.reduce_expert_grads_ on all ranks of the "
     "group again, or end the program on all"
@@ -48,7 +51,10 @@ def reduce_expert_grads_(
 
     Call it once a step, behind the last backward and before gradients are clipped. Each process of
     `group` gets the same bits, in every run. No host waits for a device. Hosts compare first what
-    they hold, by the group's store, and wait for each other until the world's deadline.
+    they hold, by the group's store, and wait for each other until the world's deadline. On hosts
+    gloo adds up, over connections of its own, and sums lie beside the gradients until all ranks
+    have them: either all gradients of all ranks become sums, or none does. So what a signal's
+    handler raises comes out where nothing has changed, or behind the last sum.
 
     Args:
         parameters: of the model, the same on all ranks of `group`. Those that are no experts, or
@@ -83,29 +89,85 @@ def reduce_expert_grads_(
 
     ranks = world.size if average else 1
     if member is None or member.size == 1:
-        _sum_up(find(), None, ranks)
+        _scale(find(), ranks)
         return
-    among, group = member, member.group
+    among = member
     ranks *= among.size if average else 1
     # In the gate, so that threads do all of it one after the other.
-    world.gate.run(lambda: _sum_up(_agreed(among, world, find), group, ranks))
+    world.gate.run(lambda: _together(among, world, find, ranks))
 
 
-def _sum_up(trained: list[Tensor], group: ProcessGroup | None, ranks: int) -> None:
-    """Adds up gradients over a group, if there is one, and divides them by `ranks`."""
+def _scale(trained: list[Tensor], ranks: int) -> None:
+    """Gives each a gradient, and divides it by `ranks`."""
     with torch.no_grad():
         for parameter in trained:
-            if gradient_of(parameter) is None:
-                parameter.grad = torch.zeros_like(parameter)
             gradient = gradient_of(parameter)
-            assert gradient is not None
-            if group is not None:
-                summed = gradient.contiguous()
-                dist.all_reduce(summed, group=group)
-                if summed is not gradient:
-                    gradient.copy_(summed)
+            if gradient is None:
+                gradient = parameter.grad = torch.zeros_like(parameter)
             if ranks > 1:
                 gradient.div_(ranks)
+
+
+def _together(
+    member: Membership, world: World, find: Callable[[], list[Tensor]], ranks: int
+) -> None:
+    """Adds up gradients of what `find` returns over a group, and divides them by `ranks`: on all
+    ranks of the group, or on none. Collective.
+
+    On hosts sums lie beside the gradients until all ranks have said that they have them. From then
+    on this rank looks for no signal. On GPUs sums are launched behind that, in place.
+    """
+    group = _group_of(member, world)
+    control, sums = group.control, list[Tensor | None]()
+    well = False
+    try:
+        trained = _agreed(member, world, control, find)
+
+        def look() -> None:
+            control.look(_SUMS)
+
+        with torch.no_grad():
+            for parameter in trained:
+                gradient = gradient_of(parameter)
+                if parameter.is_cuda:
+                    sums.append(None)  # made in place, when all have said so
+                else:
+                    mine = torch.zeros_like(parameter) if gradient is None else gradient
+                    sums.append(group.by_hosts.sums(mine, look))
+        with HeldSignals() as signals:
+            if not all(control.allgather(signals.raised is None, _SUMS)):
+                raise PeerTimeout(f"{group.what} were not taken: a rank was interrupted. {_REMEDY}")
+            # A rank that comes when others have given up finds what they told, and not this.
+            control.barrier(_SUMS)
+            _take(trained, sums, member.group, ranks)
+            well = True
+    except BaseException as error:
+        if not well:
+            of_itself = said(error) if isinstance(error, PeerTimeout) else type(error).__name__
+            control.abort(f"{of_itself} in reduce_expert_grads_")
+        raise
+    finally:
+        if not well:  # a later call begins anew, on all ranks
+            world.beside.pop(_key(member), None)
+            group.close()
+
+
+def _take(
+    trained: list[Tensor], sums: list[Tensor | None], group: ProcessGroup, ranks: int
+) -> None:
+    """Makes sums the gradients."""
+    with torch.no_grad():
+        for parameter, summed in zip(trained, sums, strict=True):
+            gradient = gradient_of(parameter)
+            if gradient is None:
+                gradient = parameter.grad = torch.zeros_like(parameter)
+            if parameter.is_cuda:
+                summed = gradient.contiguous()
+                dist.all_reduce(summed, group=group)
+            assert summed is not None
+            if summed is not gradient:
+                gradient.copy_(summed)
+    _scale(trained, ranks)
 
 
 def _require_apart(group: ProcessGroup, world: World) -> None:
@@ -121,7 +183,9 @@ def _require_apart(group: ProcessGroup, world: World) -> None:
         )
 
 
-def _agreed(member: Membership, world: World, find: Callable[[], list[Tensor]]) -> list[Tensor]:
+def _agreed(
+    member: Membership, world: World, control: ControlPlane, find: Callable[[], list[Tensor]]
+) -> list[Tensor]:
     """What `find` returns. Raises, on all ranks of the group, unless they hold the same experts and
     it raises on none.
 
@@ -156,17 +220,7 @@ def _agreed(member: Membership, world: World, find: Callable[[], list[Tensor]]) 
         text = held[at] if at < len(held) else f"only {len(held)} of {most} such parameters"
         return [(one, "") for one in control.allgather(text, _WHAT)]
 
-    control = _control_of(member, world)
-    told: list[tuple[str, str]] | None = None
-    try:
-        told = interruption.told(control, "reduce_expert_grads_", compare)
-    except PeerTimeout as timeout:
-        control.abort(said(timeout))
-        raise
-    finally:
-        if told != []:  # a later call begins anew, on all ranks
-            world.beside.pop(_key(member), None)
-            control.close()
+    told = compare()
     if error is not None:
         raise error
     ranks = dist.get_process_group_ranks(member.group)
@@ -209,18 +263,41 @@ def _key(member: Membership) -> tuple[str, int]:
     return member.group.group_name, id(member.group)
 
 
-def _control_of(member: Membership, world: World) -> ControlPlane:
-    """A control plane over the ranks of a group, made with the first call. Collective there."""
-    key = _key(member)
-    found = world.beside.get(key)
-    if found is None:
-        world.require_open()  # a close has taken it, beside which nobody would come to a new one
+class _Group:
+    """What ranks of a process group have beside it: a control plane, and sums of hosts over
+    connections that no other all-reduce uses.
+    """
+
+    def __init__(self, member: Membership, world: World) -> None:
         meeting = process_groups.meet(member, world.deadline, world.device)
-        found = world.beside[key] = StoreControl(
+        self.what = f"rank {member.rank} of {member.size}: {_SUMS}"
+        self.control = StoreControl(
             *(member.rank, member.size, world.deadline, meeting.store),
             where=meeting.where,
             serves=meeting.serves,
             job=tuple(dist.get_process_group_ranks(member.group)),
             remedy=_REMEDY,
+            begins=_WHAT,
         )
+        place = member.rank, member.size
+        store = self.control.store("sums")
+        self.by_hosts = OfHosts(store, place, world.deadline, self.what, _REMEDY)
+
+    def abort(self, reason: str) -> None:
+        """Ends the waits of all its ranks."""
+        self.control.abort(reason)
+
+    def close(self) -> None:
+        """Gives all of it back."""
+        self.by_hosts.end()
+        self.control.close()
+
+
+def _group_of(member: Membership, world: World) -> _Group:
+    """Made with the first call. Collective over the group."""
+    found = world.beside.get(_key(member))
+    if found is None:
+        world.require_open()  # a close has taken it, beside which nobody would come to a new one
+        found = world.beside[_key(member)] = _Group(member, world)
+    assert isinstance(found, _Group)
     return found

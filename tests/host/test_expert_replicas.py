@@ -19,7 +19,7 @@ from torch.distributed.tensor import init_device_mesh
 
 import moeos
 from moeos import MoELayer, Placement, World
-from moeos.training import get_updated_expert_bias, reduce_expert_grads_
+from moeos.training import get_updated_expert_bias, reduce_expert_grads_, replicas
 from tests.layers import config
 from tests.process_group import ranks_of_torch
 
@@ -32,6 +32,10 @@ def alone(deadline: float = 60.0) -> Iterator[World]:
     """A world of this process, which holds all experts."""
     with moeos.init("twin", rank=0, size=1, store=dist.HashStore(), deadline=deadline) as world:
         yield world
+
+
+def group_of(world: World) -> Any:
+    return next(iter(world.beside.values()))
 
 
 def raised(do: Callable[[], object]) -> str:
@@ -162,7 +166,7 @@ def test_what_a_handler_raises_amid_the_comparison_is_told_and_a_later_call_is_r
                 reduce_expert_grads_(layer.parameters(), dist.group.WORLD, world=here)
 
             reduce()
-            control = next(iter(here.beside.values()))
+            control = group_of(here).control
             if world.rank == 0:
                 really = control.allgather
 
@@ -179,6 +183,125 @@ def test_what_a_handler_raises_amid_the_comparison_is_told_and_a_later_call_is_r
     first, second = ranks_of_torch(rank_main, 2)
     assert first == "LookupError: of a handler"
     assert "rank 0 gave up: LookupError in reduce_expert_grads_" in second
+
+
+@pytest.mark.parametrize("comes", ["amid the sums", "behind the last word"])
+def test_whenever_a_handler_raises_all_gradients_of_all_ranks_are_sums_or_none_is(
+    comes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def handler(*_: object) -> NoReturn:
+        raise LookupError("of a handler")
+
+    def rank_main(world: World) -> list[Any]:
+        signal.signal(signal.SIGUSR1, handler)
+        with alone(deadline=300.0) as here:
+            layer = MoELayer(CFG, here)
+            given(layer)
+            layer.w2.grad = torch.ones_like(layer.w2)
+
+            def reduce() -> None:
+                reduce_expert_grads_(
+                    layer.parameters(), dist.group.WORLD, world=here, average=False
+                )
+
+            reduce()
+            group = group_of(here)
+            sums, take = group.by_hosts.sums, replicas._take
+
+            def interrupted_sums(*arguments: Any) -> Tensor:
+                summed: Tensor = sums(*arguments)
+                if world.rank == 0:
+                    signal.raise_signal(signal.SIGUSR1)
+                return summed
+
+            def interrupted_take(*arguments: Any) -> None:
+                if world.rank == 0:
+                    signal.raise_signal(signal.SIGUSR1)
+                take(*arguments)
+
+            before = [layer.w1.grad.clone(), layer.w2.grad.clone()]  # type: ignore[union-attr]
+            if comes == "amid the sums":
+                monkeypatch.setattr(group.by_hosts, "sums", interrupted_sums)
+            else:
+                monkeypatch.setattr(replicas, "_take", interrupted_take)
+            said = raised(reduce)
+            times = 1 if comes == "amid the sums" else 2
+            for one, was in zip((layer.w1, layer.w2), before, strict=True):
+                assert torch.equal(one.grad, times * was)  # type: ignore[arg-type]
+            monkeypatch.undo()
+            reduce()
+            for one, was in zip((layer.w1, layer.w2), before, strict=True):
+                assert torch.equal(one.grad, 2 * times * was)  # type: ignore[arg-type]
+            return [said]
+
+    [first], [second] = ranks_of_torch(rank_main, 2)
+    assert first == "LookupError: of a handler"
+    if comes == "amid the sums":
+        assert "rank 0 gave up: LookupError in reduce_expert_grads_" in second
+    else:
+        assert second == "nothing"
+
+
+def test_a_rank_that_stands_behind_the_comparison_is_told_of_at_the_deadline_in_ascii(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def rank_main(world: World) -> str:
+        with alone(deadline=1.0) as here:
+            layer = MoELayer(CFG, here)
+            before = given(layer).clone()
+
+            def reduce() -> None:
+                reduce_expert_grads_(layer.parameters(), dist.group.WORLD, world=here)
+
+            reduce()
+            if world.rank == 1:
+                really = replicas._agreed
+
+                def stand(*arguments: Any) -> list[Tensor]:
+                    agreed = really(*arguments)
+                    world.control.barrier()  # until the other one has given up
+                    return agreed
+
+                monkeypatch.setattr(replicas, "_agreed", stand)
+            said = raised(reduce)
+            assert torch.equal(layer.w1.grad, before)  # type: ignore[arg-type]
+            if world.rank == 0:
+                world.control.barrier()
+            world.control.barrier()
+            monkeypatch.undo()
+            reduce()
+            assert torch.equal(layer.w1.grad, before)  # type: ignore[arg-type]
+            return said
+
+    first, second = ranks_of_torch(rank_main, 2)
+    assert first.isascii()
+    assert first.startswith(
+        "PeerTimeout: rank 0 of 2: the sums of experts' gradients ended without"
+    )
+    assert "within 1 s: a rank did not come. Nothing has been added up here" in first
+    assert second.startswith("PeerTimeout: rank 1 stopped waiting for the sums of experts'")
+    assert "rank 0 gave up: PeerTimeout: rank 0 of 2: the sums" in second
+
+
+def test_a_call_behind_one_that_failed_says_what_it_waits_for() -> None:
+    def rank_main(world: World) -> list[str]:
+        with alone(deadline=1.0) as here:
+            layer = MoELayer(CFG, here)
+            given(layer)
+
+            def reduce() -> None:
+                reduce_expert_grads_(layer.parameters(), dist.group.WORLD, world=here)
+
+            reduce()
+            said = [raised(reduce) for _ in range(2)] if world.rank == 0 else []
+            world.control.barrier()
+            return said
+
+    first, _ = ranks_of_torch(rank_main, 2)
+    assert "rank 0 of 2 waited 1 s for the comparison of experts" in first[0]
+    assert "rank 0 of 2 waited 1 s for the comparison of experts" in first[1]
+    assert not any("world" in said for said in first)
+    assert all("Nothing has been added up here" in said for said in first)
 
 
 def test_a_world_that_is_closed_amid_the_comparison_ends_it() -> None:
