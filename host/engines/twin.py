@@ -305,6 +305,7 @@ class TwinEngine:
         identity = calls.identity(self._number, tensors.pieces, backward=True)
         for number, piece in enumerate(gradient_pieces_of(tensors, cfg.max_tokens)):
             capacity = cfg.capacity(piece.tokens)
+            self._shared.go_on_alone()
             self._faults.before_call()
             self._last = shape.sizes
             failure = rank.backward(
@@ -433,6 +434,7 @@ class TwinEngine:
         tokens = values.count_tokens(tensors.tokens, tensors.x.shape[0])
         ids, weights = tensors.topk_ids, tensors.topk_weights
         capacity = cfg.capacity(tokens)
+        self._shared.go_on_alone()
         self._faults.before_call()
         records = self._live()
         rank = self._shape.rank

@@ -23,6 +23,7 @@ from moeos.slicing import WHOLE, Slicing
 from moeos.thread_limits import no_thread
 from moeos.world import World
 
+_LASTING = (_runtime.FailureKind.NONE, _runtime.FailureKind.HOST_ABORT)
 _FEWER = "make the world with fewer processors: moeos.TwinOptions(processors=...)"
 
 
@@ -121,6 +122,17 @@ class TwinWorkspace:
             clear()
         for one in self.all_reduces.values():
             one.renew()
+
+    def go_on_alone(self) -> None:
+        """Before a call: what one before has failed with is over where nobody else must agree to
+        it. A rank that gave up stays so.
+        """
+        if self._live_world().size > 1:
+            return
+        rank = next((shape.rank for shape in self._shapes.values() if shape.rank), None)
+        if rank is not None and rank.failure().kind not in _LASTING:
+            with HeldSignals():
+                self.clear()
 
     def memory(self) -> dict[str, int]:
         """See `Holdings.memory`."""

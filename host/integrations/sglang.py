@@ -26,6 +26,8 @@ VERSION = "0.5.23"
 NAME = shared.NAME
 """What the runner backend is called."""
 
+reset = shared.reset
+
 FP8_NAME = f"{NAME}_fp8"
 """And the one whose experts get their tokens as codes, too."""
 

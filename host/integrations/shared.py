@@ -145,6 +145,20 @@ def experts_of(
     return _making.run(made)
 
 
+def reset() -> None:
+    """Makes models of this process usable after a call that failed, or that a signal ended.
+
+    Collective over the ranks that share experts: all of them call it, and none is in a call. On
+    CPUs a process that computes alone needs it not.
+
+    Raises `PeerTimeout` as `World.reset` does, where a rank does not come or an error ended a
+    world. Then start the processes again.
+    """
+    for (process, *_), (_, world) in list(_worlds.items()):  # made in one order on all ranks
+        if process == os.getpid() and not world.closed:
+            world.reset()
+
+
 class OfProcess:
     """Experts that a child which a fork has made makes again, where their ranks are it alone.
 

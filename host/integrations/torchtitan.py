@@ -31,6 +31,8 @@ except ImportError as error:
 
 WHERE = "torchtitan with moeos.integrations.torchtitan"
 
+reset = shared.reset
+
 MAX_TOKENS = 8192
 """The most tokens of a rank in one call, where the override does not say."""
 

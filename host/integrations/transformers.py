@@ -60,6 +60,8 @@ except ImportError as error:
 NAME = shared.NAME
 """What the implementations are called."""
 
+reset = shared.reset
+
 MAX_TOKENS = 8192
 """The most tokens of a rank in one call, where `register` does not say."""
 

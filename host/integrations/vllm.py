@@ -22,6 +22,8 @@ VERSION = "0.32.0"
 NAME = shared.NAME
 """What the quantisation is called."""
 
+reset = shared.reset
+
 _MXFP4 = ("mxfp4", "gpt_oss_mxfp4")
 """What checkpoints call it, and what vLLM calls it in them."""
 

@@ -26,6 +26,7 @@ import pytest
 import moeos
 from moeos import MoELayer, PeerTimeout, TwinOptions, World
 from moeos.engines.twin_workspace import TwinWorkspace
+from moeos.faults import Fault, FaultPlan
 from moeos.held_signals import HeldSignals
 from tests.layers import assert_matches, config, draw_call, draw_weights
 from tests.processes import IMPORTED, MOEOS, ROOT, ForkedRanks, free_port, torchrun_environment
@@ -112,6 +113,24 @@ def test_an_interrupted_call_raises_at_once_is_named_by_the_peers_and_reset_reco
     for rank in {0, 1, 2, 3} - {victim}:
         assert isinstance(errors[rank], PeerTimeout), repr(errors[rank])
         assert f"rank {victim} was interrupted by a signal in call 2" in str(errors[rank])
+
+
+def test_a_rank_alone_goes_on_behind_an_interrupted_call_and_one_that_gave_up_does_not() -> None:
+    stall = Fault(kind="stall", rank=0, call=2, stage="product0")
+
+    def rank_main(world: World) -> list[str]:
+        layer, call = WEIGHTS.layer(world), CALLS[0]
+        call(layer)
+        signal_in("forward")
+        said = [repr(raised_by(lambda: call(layer)))]
+        for _ in range(3):
+            assert_matches(WEIGHTS, call, call(layer))
+        world.interrupt("of a test")
+        return said + [repr(raised_by(lambda: call(layer))) for _ in range(2)]
+
+    [[interrupted, *given_up]] = process_ranks(rank_main, 1, faults=FaultPlan(faults=(stall,)))
+    assert interrupted == "KeyboardInterrupt()"
+    assert all(said.startswith("PeerTimeout('rank 0 gave up") for said in given_up)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGALRM])
