@@ -25,7 +25,12 @@ from moeos.errors import PeerTimeout
 from moeos.process import keep_in_children
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, ProcessGroupGloo, Store  # type: ignore[attr-defined]
+    from torch.distributed import (  # type: ignore[attr-defined]
+        ProcessGroup,
+        ProcessGroupGloo,
+        Store,
+        Work,
+    )
 
 _LOOK = 0.1  # seconds from one look at an all-reduce that is under way to the next
 _BEYOND = 5.0  # seconds that gloo waits longer, so that it is named here who did not come
@@ -122,7 +127,10 @@ class OfHosts:
     def _connect(self, ends: float) -> None:
         if self._gloo is not None:
             return
-        from torch.distributed import PrefixStore, ProcessGroupGloo
+        from torch.distributed import (  # type: ignore[attr-defined]
+            PrefixStore,
+            ProcessGroupGloo,
+        )
 
         store = PrefixStore(str(self._life), self._store)
         timeout = datetime.timedelta(seconds=self._deadline + _BEYOND)
@@ -143,7 +151,7 @@ class OfHosts:
     def _wait(self, mine: Tensor, ends: float, look: Callable[[], None]) -> None:
         """In steps: gloo sees no signal, nor what the peers' calls have failed with."""
         assert self._gloo is not None  # and no name here, which an error's traceback would keep
-        work = self._gloo.allreduce([mine])
+        work: Work = self._gloo.allreduce([mine])  # type: ignore[attr-defined]
         while not work.is_completed():
             left = ends - time.monotonic()
             if left <= 0:

@@ -544,7 +544,7 @@ class StoreControl(_StoredControl):
 
     def store(self, name: str) -> Store:
         def connect() -> Store:
-            from torch.distributed import PrefixStore
+            from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
             mine = _connection_of_its_own(self._given)
             keep_in_children(mine)
@@ -670,7 +670,7 @@ class _StoreAside(_StoredControl):
     """See `ControlPlane.aside`: its keys lie below those of another one, by whose means it asks."""
 
     def __init__(self, above: StoreControl, name: str) -> None:
-        from torch.distributed import PrefixStore
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         super().__init__(above.rank, above.size, above._deadline, above._job, _ASIDE_REMEDY)
         self._above = above

@@ -48,6 +48,13 @@ def exception_of(
     return type(error)(f"a call of {failed}, in the same workspace, has failed: {error}")
 
 
+def may_go_on(kind: int) -> bool:
+    """Whether there is a failure behind which a rank alone is as before when it has reset: none of
+    a host that gave up, and none that says that the protocol's state is damaged.
+    """
+    return kind not in _LASTING
+
+
 def different_calls(
     rank: int, identity: int, other: int, its: int, names: Mapping[int, str]
 ) -> str:
@@ -128,6 +135,19 @@ def _error_of(f: Failure, rank: int) -> Exception:
         f"{who}, call {f.epoch}: {_broken(f)}. The protocol's state is damaged: stop all ranks"
     )
 
+
+_LASTING = (
+    FailureKind.NONE,
+    FailureKind.HOST_ABORT,
+    FailureKind.COUNT_TOO_LARGE,
+    FailureKind.RETURNS_TOO_MANY,
+    FailureKind.OVERFLOW,
+    FailureKind.COUNT_DAMAGED,
+    FailureKind.FLAG_DAMAGED,
+    FailureKind.WORD_DAMAGED,
+    FailureKind.TASK_DAMAGED,
+    FailureKind.ORIGIN_DAMAGED,
+)
 
 _OS_ACTORS = {
     1: "reads row counts",

@@ -16,6 +16,7 @@ from moeos import _runtime, _twin, agreement
 from moeos.all_reduce import AllReduce
 from moeos.call_gate import CallGate
 from moeos.control import raise_together
+from moeos.failure import may_go_on
 from moeos.heap import SymmetricHeap
 from moeos.held_signals import HeldSignals
 from moeos.shared_heap import SharedHeap
@@ -23,7 +24,6 @@ from moeos.slicing import WHOLE, Slicing
 from moeos.thread_limits import no_thread
 from moeos.world import World
 
-_LASTING = (_runtime.FailureKind.NONE, _runtime.FailureKind.HOST_ABORT)
 _FEWER = "make the world with fewer processors: moeos.TwinOptions(processors=...)"
 
 
@@ -125,12 +125,12 @@ class TwinWorkspace:
 
     def go_on_alone(self) -> None:
         """Before a call: what one before has failed with is over where nobody else must agree to
-        it. A rank that gave up stays so.
+        it. A rank that gave up stays so, and damage lasts.
         """
         if self._live_world().size > 1:
             return
         rank = next((shape.rank for shape in self._shapes.values() if shape.rank), None)
-        if rank is not None and rank.failure().kind not in _LASTING:
+        if rank is not None and may_go_on(rank.failure().kind):
             with HeldSignals():
                 self.clear()
 

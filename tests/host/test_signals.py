@@ -130,7 +130,9 @@ def test_a_rank_alone_goes_on_behind_an_interrupted_call_and_one_that_gave_up_do
 
     [[interrupted, *given_up]] = process_ranks(rank_main, 1, faults=FaultPlan(faults=(stall,)))
     assert interrupted == "KeyboardInterrupt()"
-    assert all(said.startswith("PeerTimeout('rank 0 gave up") for said in given_up)
+    for said in given_up:
+        assert "PeerTimeout" in said
+        assert "rank 0 gave up" in said
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGALRM])
