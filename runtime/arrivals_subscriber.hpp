@@ -51,8 +51,8 @@ class ArrivalsSubscriber {
   ArrivalsSubscriber(const Rank<P>& rank, const Call& call)
       : rank_(rank),
         call_(call),
-        plan_(rank.layout, rank.memory, *rank.os),
-        flags_(rank, call, rank.os->chunk_prefix),
+        plan_(rank.layout, rank.memory, rank.os),
+        flags_(rank, call, rank.os.chunk_prefix),
         in_place_(rank.geometry().reads_in_place(call.tokens)) {
     plan_.begin(call.epoch);
     if (!rank.geometry().may_plan_up_front(call.tokens)) {
@@ -77,7 +77,7 @@ class ArrivalsSubscriber {
                       if (chunks > 0) {
                         rank_.memory.peer_records[source].rows_ns = P::now_ns();
                       }
-                      rank_.os->rows_arrived[source] = flags_.rows(source);
+                      rank_.os.rows_arrived[source] = flags_.rows(source);
                     },
                     left_ == Left::nothing ? kNone : 0);
     if (left_ == Left::nothing) {
@@ -95,7 +95,7 @@ class ArrivalsSubscriber {
     }
     // Relaxed: a hint, which may be older than what was posted last; then large experts' weights
     // are read twice for nothing, which is rare and costs little.
-    const u32 wanted = agreed<P>(P::template load_relaxed<Scope::block>(rank_.os->wanted));
+    const u32 wanted = agreed<P>(P::template load_relaxed<Scope::block>(rank_.os.wanted));
     const u32 early = news ? 0 : experts_to_pack(wanted);
     const bool planned = plan_.advance(news, wanted, early);
     if (planned) {
@@ -124,8 +124,8 @@ class ArrivalsSubscriber {
     bool missing = false;
     for (u32 source = P::lane(); source < geometry.world; source += P::kLanes) {
       // Pairs with CountsSubscriber::finish: receive_starts(source) is this call's.
-      missing = missing || P::template load_acquire<Scope::block>(
-                               &rank_.os->counts_known[source]) != call_.epoch;
+      missing = missing || P::template load_acquire<Scope::block>(&rank_.os.counts_known[source]) !=
+                               call_.epoch;
     }
     if (P::ballot(missing) != 0) {
       return false;
@@ -220,7 +220,7 @@ class ArrivalsSubscriber {
       const u32 expert = there ? first + P::lane() : first;
       u32 padded = 0;
       for (u32 source = 0; source < geometry.world; ++source) {
-        const u32* starts = rank_.os->receive_starts(source);
+        const u32* starts = rank_.os.receive_starts(source);
         padded += align_up(starts[expert + 1] - starts[expert], Geometry::kSegmentAlign);
       }
       most = maximum(most, padded);
@@ -239,7 +239,7 @@ class ArrivalsSubscriber {
     // Those are the first slots behind the known parts' that anybody takes, unless tiles have been
     // made. Relaxed: a number, by whose changes slots have their order.
     return !combines_unsent(call_) || rank_.geometry().may_await(call_.tokens) ||
-           agreed<P>(P::template load_relaxed<Scope::block>(rank_.os->published)) !=
+           agreed<P>(P::template load_relaxed<Scope::block>(rank_.os.published)) !=
                known_parts(rank_.geometry(), call_);
   }
 
@@ -248,7 +248,7 @@ class ArrivalsSubscriber {
   bool some_overflow() const {
     bool some = false;
     for (u32 source = P::lane(); source < rank_.geometry().world; source += P::kLanes) {
-      some = some || rank_.geometry().overflows(rank_.os->rows_received(source));
+      some = some || rank_.geometry().overflows(rank_.os.rows_received(source));
     }
     return P::ballot(some) != 0;
   }
@@ -256,7 +256,7 @@ class ArrivalsSubscriber {
   bool no_rows() const {
     bool some = false;
     for (u32 source = P::lane(); source < rank_.geometry().world; source += P::kLanes) {
-      some = some || rank_.os->rows_received(source) != 0;
+      some = some || rank_.os.rows_received(source) != 0;
     }
     return P::ballot(some) == 0;
   }
@@ -307,12 +307,12 @@ class ArrivalsSubscriber {
     const u32 in_halves = kind == kSecondProduct.kind ? geometry.tiles_in_halves(tiles) : 0;
     const u32 left = minimum(tiles - first, kWave);
     const u32 tile = first + minimum(P::lane(), left - 1);
-    const bool narrow = rank_.os->tile_facts[tile].narrow();
+    const bool narrow = rank_.os.tile_facts[tile].narrow();
     const bool half_width = !narrow && tile + in_halves >= tiles;
     const ReadyWord word(call_.epoch, kind, tile, 0);
     const u32 parts = parts_of(geometry, kind, narrow || half_width);
     const u32 ends = P::inclusive_scan(P::lane() < left ? parts : 0);
-    const u32 expert = rank_.os->tile_facts[tile].local_expert();
+    const u32 expert = rank_.os.tile_facts[tile].local_expert();
     const u32 together = P::alike(P::lane() < left ? expert << 1 | (half_width ? 1U : 0U) : kNone);
     hand_out(half_width ? word.cut_in_halves() : word, parts, ends, left, together);
   }
@@ -353,7 +353,7 @@ class ArrivalsSubscriber {
     if (P::lane() == 0) {
       // Publishes that the slots above have been taken to the scheduler and to the returns
       // subscribers, which acquire this word: what these hand out lies behind.
-      P::template store_release<Scope::block>(rank_.os->planned, static_cast<u32>(planned));
+      P::template store_release<Scope::block>(rank_.os.planned, static_cast<u32>(planned));
     }
   }
 
@@ -362,7 +362,7 @@ class ArrivalsSubscriber {
   /// watch ends), and for others' not longer than it is worth.
   bool counts_may_come() {
     // Relaxed: nothing is read because of it.
-    if (agreed<P>(P::template load_relaxed<Scope::block>(&rank_.os->counts_known[rank_.rank])) !=
+    if (agreed<P>(P::template load_relaxed<Scope::block>(&rank_.os.counts_known[rank_.rank])) !=
         call_.epoch) {
       return true;
     }
@@ -408,7 +408,7 @@ class ArrivalsSubscriber {
         const u32 tile = posted_ + P::lane();
         const MailboxView mailbox = rank_.memory.mailbox(kFirstProduct.kind);
         MOEOS_CHECK(tile < mailbox.capacity);
-        const bool narrow = rank_.os->tile_facts[tile].narrow();  // by whichever lane planned it
+        const bool narrow = rank_.os.tile_facts[tile].narrow();  // by whichever lane planned it
         const u32 parts = parts_of(rank_.geometry(), kFirstProduct.kind, narrow);
         P::template publish<Scope::device>(
             &mailbox.words[tile], ReadyWord(call_.epoch, kFirstProduct.kind, tile, parts).sealed());

@@ -73,7 +73,7 @@ class ChunkFlags {
   template <class Watched>
   Answer answer(Watched watched, Failure& failure) const {
     for (u32 source = 0; source < rank_.geometry().world; ++source) {
-      const u32 announced = rank_.os->rows_received(source);
+      const u32 announced = rank_.os.rows_received(source);
       const u32 chunks = prefix_[source] == kUnwatched ? 0 : prefix_[source];
       const u32 ready = chunks * rank_.geometry().chunk_rows;
       const bool decoded = prefix_[source] != kUnwatched;
@@ -92,7 +92,7 @@ class ChunkFlags {
   u32 prefix(u32 source) const { return prefix_[source]; }
   /// Rows of the source's chunks that are ready.
   u32 rows(u32 source) const {
-    return minimum(prefix_[source] * rank_.geometry().chunk_rows, rank_.os->rows_received(source));
+    return minimum(prefix_[source] * rank_.geometry().chunk_rows, rank_.os.rows_received(source));
   }
   /// Whether the counts of all sources are here and their flags are watched.
   bool all_watched() const {
@@ -114,8 +114,8 @@ class ChunkFlags {
     const u32 source = first_source + minimum(turn, sources - 1);
     // Pairs with CountsSubscriber::finish: receive_starts(source) is this call's.
     const bool counted = turn < sources && P::template load_acquire<Scope::block>(
-                                               &rank_.os->counts_known[source]) == call_.epoch;
-    const u32 all_rows = counted ? rank_.os->rows_received(source) : 0;
+                                               &rank_.os.counts_known[source]) == call_.epoch;
+    const u32 all_rows = counted ? rank_.os.rows_received(source) : 0;
     const bool known = counted && watched(source, all_rows);
     if (P::ballot(known) == 0) {
       return false;

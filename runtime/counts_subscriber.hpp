@@ -155,7 +155,7 @@ class CountsSubscriber {
     if (said != 0 && epoch >= call_.epoch) {
       const u32 identity = static_cast<u32>(said);
       if (epoch == call_.epoch && identity == call_.identity) {
-        rank_.os->alike[source] = epoch;  // this warp alone writes and reads it
+        rank_.os.alike[source] = epoch;  // this warp alone writes and reads it
       } else {
         Failure failure = failure_of(rank_, call_, FailureKind::call_differs, Actor::subscriber);
         failure.peer = source;
@@ -200,8 +200,8 @@ class CountsSubscriber {
     const u32 expert = expert_in(strip);
     if (strip % strips() == 0) {
       // This warp alone writes that word.
-      const bool alike = !says_calls() || rank_.os->alike[source] == call_.epoch;
-      so_far = {alike && rank_.os->counts_known[source] != call_.epoch, 0};
+      const bool alike = !says_calls() || rank_.os.alike[source] == call_.epoch;
+      so_far = {alike && rank_.os.counts_known[source] != call_.epoch, 0};
     }
     if (!so_far.reads) {
       return false;
@@ -224,7 +224,7 @@ class CountsSubscriber {
     }
     const u32 inclusive = so_far.rows + P::inclusive_scan(rows);
     if (there) {
-      rank_.os->receive_starts(source)[expert] = inclusive - rows;
+      rank_.os.receive_starts(source)[expert] = inclusive - rows;
       rank_.memory.receive_starts(source)[expert] = inclusive - rows;
     }
     so_far = {true, P::broadcast(inclusive, P::kLanes - 1)};
@@ -241,19 +241,19 @@ class CountsSubscriber {
     }
     P::sync_lanes();
     if (P::lane() == 0) {
-      rank_.os->receive_starts(source)[geometry.local_experts()] = rows;
+      rank_.os.receive_starts(source)[geometry.local_experts()] = rows;
       rank_.memory.receive_starts(source)[geometry.local_experts()] = rows;
       // Algorithm 2, SelfCorrectTaskBound: the bound counted this source's cell as full. Relaxed:
       // the scheduler compares a number; nothing is read because of it.
-      const u32 bound = P::template load_relaxed<Scope::block>(rank_.os->rows_expected);
-      P::template store_relaxed<Scope::block>(rank_.os->rows_expected,
+      const u32 bound = P::template load_relaxed<Scope::block>(rank_.os.rows_expected);
+      P::template store_relaxed<Scope::block>(rank_.os.rows_expected,
                                               bound - (geometry.cell_rows_used() - rows));
       // Before the arrivals subscriber may note the first rows.
       PeerRecord& record = rank_.memory.peer_records[source];
       record.counts_ns = P::now_ns();
       record.rows_returned = returned;
       // Publishes receive_starts(source) to the arrivals subscriber, which acquires this word.
-      P::template store_release<Scope::block>(&rank_.os->counts_known[source], call_.epoch);
+      P::template store_release<Scope::block>(&rank_.os.counts_known[source], call_.epoch);
     }
     P::sync_lanes();
     ++known_;

@@ -33,9 +33,9 @@ class LandingsSubscriber {
       : rank_(rank),
         state_(rank.memory.call(call.epoch)),
         call_(call),
-        flags_(rank, call, rank.os->landed_prefix) {
+        flags_(rank, call, rank.os.landed_prefix) {
     for (u32 source = P::lane(); source < rank.geometry().world; source += P::kLanes) {
-      rank.os->landed_listed[source] = 0;
+      rank.os.landed_listed[source] = 0;
     }
     P::sync_lanes();
   }
@@ -94,11 +94,11 @@ class LandingsSubscriber {
     bool missing = false;
     for (u32 source = P::lane(); source < geometry.world; source += P::kLanes) {
       // Pairs with CountsSubscriber::finish: receive_starts(source) is this call's.
-      if (P::template load_acquire<Scope::block>(&rank_.os->counts_known[source]) != call_.epoch) {
+      if (P::template load_acquire<Scope::block>(&rank_.os.counts_known[source]) != call_.epoch) {
         missing = true;
         continue;
       }
-      const u32 rows = rank_.os->rows_received(source);
+      const u32 rows = rank_.os.rows_received(source);
       const bool deduplicated = rank_.deduplicates(source, rows);
       chunks += deduplicated ? ceil_div(rows, geometry.chunk_rows) : 0;
       replicated += deduplicated ? geometry.chunks_replicated(rows) : 0;
@@ -118,7 +118,7 @@ class LandingsSubscriber {
   /// Lists the chunks of a source that have landed since the last time, but for the first ones,
   /// which bring all of their rows.
   void list(u32 source) {
-    const u32 before = rank_.os->landed_listed[source];
+    const u32 before = rank_.os.landed_listed[source];
     const u32 end = flags_.prefix(source);
     const u32 first = minimum(maximum(before, rank_.geometry().dedup_after), end);
     MOEOS_CHECK(listed_ + (end - first) <= rank_.geometry().replications_max());
@@ -129,7 +129,7 @@ class LandingsSubscriber {
     }
     P::sync_lanes();  // all lanes have read where this source's begin
     if (P::lane() == 0) {
-      rank_.os->landed_listed[source] = end;
+      rank_.os.landed_listed[source] = end;
     }
     landed_ += end - before;
     listed_ += end - first;

@@ -50,14 +50,14 @@ void begin_call(const Rank<P>& rank, const Call& call) {
     }
     memory.call(call.epoch + 1) = CallState{};
     memory.os_tally().count_bytes_to_peers = 0;  // it never has anything else
-    *rank.os->rows_expected = rank.geometry().rows_received_max();
-    *rank.os->wanted = 0;
-    *rank.os->inquiry = 0;
-    *rank.os->returns_ready = 0;
-    *rank.os->returns_listed = 0;
-    *rank.os->planned = static_cast<u32>(Planned::unknown);
+    *rank.os.rows_expected = rank.geometry().rows_received_max();
+    *rank.os.wanted = 0;
+    *rank.os.inquiry = 0;
+    *rank.os.returns_ready = 0;
+    *rank.os.returns_listed = 0;
+    *rank.os.planned = static_cast<u32>(Planned::unknown);
     // Processors know the first parts without being told.
-    *rank.os->published =
+    *rank.os.published =
         known_parts(rank.geometry(), call) + own_unsent_parts(rank.geometry(), call);
     for (u32 kind = kTaskKinds; kind < kTraceKinds; ++kind) {
       trace_of(rank, static_cast<TraceKind>(kind)).clear();
@@ -119,7 +119,7 @@ constexpr u32 inquiry_unanswered(const Geometry& geometry) {
 template <Platform P, class Subscriber>
 void answer_inquiry(const Rank<P>& rank, const Call& call, Subscriber& subscriber, u32 turn) {
   // Pairs with the release of the warp before: what it has decoded is known here.
-  if (agreed<P>(P::template load_acquire<Scope::block>(rank.os->inquiry)) != turn) {
+  if (agreed<P>(P::template load_acquire<Scope::block>(rank.os.inquiry)) != turn) {
     return;
   }
   Failure failure = failure_of(rank, call, FailureKind::none, Actor::subscriber);
@@ -131,7 +131,7 @@ void answer_inquiry(const Rank<P>& rank, const Call& call, Subscriber& subscribe
     } else if (answer != Answer::wait) {
       // Publishes what this actor has decoded to the next one that is asked, which acquires above,
       // or nothing to the scheduler (call_over).
-      P::template store_release<Scope::block>(rank.os->inquiry,
+      P::template store_release<Scope::block>(rank.os.inquiry,
                                               answer == Answer::moot ? kInquiryMoot : turn + 1);
     }
   }
@@ -174,7 +174,7 @@ bool call_over(const Rank<P>& rank, const Call& call, Scheduler<P>& scheduler, W
     scheduler.interrupt();
     return true;
   }
-  u32* inquiry = rank.os->inquiry;
+  u32* inquiry = rank.os.inquiry;
   const bool expired = agreed<P>(watch.expired());
   const u32 stands = agreed<P>(P::template load_acquire<Scope::block>(inquiry));
   if (stands == kInquiryMoot) {
@@ -192,7 +192,7 @@ bool call_over(const Rank<P>& rank, const Call& call, Scheduler<P>& scheduler, W
     // All rows came and went: it is our own processors that have not finished.
     Failure failure = failure_of(rank, call, FailureKind::tasks_late, Actor::scheduler);
     failure.waited_ns = rank.deadline_ns;
-    failure.expected = P::template load_relaxed<Scope::block>(rank.os->rows_expected);
+    failure.expected = P::template load_relaxed<Scope::block>(rank.os.rows_expected);
     failure.seen =
         P::template load_relaxed<Scope::device>(&rank.memory.call(call.epoch).rows_returned.value);
     rank.fail(failure);

@@ -21,8 +21,9 @@ struct Rank {
   P platform;
   Layout layout;
   RankMemory memory;
-  const OsMemory* os;  // for the actors of the OS block alone; null elsewhere
-  u8* heap;            // this rank's symmetric heap
+  OsMemory os;  // for the actors of the OS block alone; at null elsewhere. Not by reference: the
+                // GPU's compiler kept that object in memory (docs/lessons.md)
+  u8* heap;     // this rank's symmetric heap
   u32 rank;
   u64 deadline_ns;
   u32 slice = 0;  // of the experts: which one this rank holds

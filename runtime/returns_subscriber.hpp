@@ -44,12 +44,12 @@ class ReturnsSubscriber {
       : rank_(rank),
         call_(call),
         index_(index),
-        chunks_awaited_(rank.os->awaited_by(index, P::kReturnsSubscribers)),
-        chunks_found_(rank.os->chunks_found + u64{index} * OsMemory::kFoundMost),
+        chunks_awaited_(rank.os.awaited_by(index, P::kReturnsSubscribers)),
+        chunks_found_(rank.os.chunks_found + u64{index} * OsMemory::kFoundMost),
         first_ready_(index * rank.geometry().max_tokens) {
     static_assert(P::kReturnsSubscribers >= 1 && P::kReturnsSubscribers <= kReturnsSubscribersMax);
     constexpr u32 kStride = P::kLanes * P::kReturnsSubscribers;
-    const OsMemory& os = *rank.os;
+    const OsMemory& os = rank.os;
     for (u32 i = index * P::kLanes + P::lane(); i * OsMemory::kTokensPerWord < call.tokens;
          i += kStride) {
       os.rows_back[i] = 0;
@@ -71,7 +71,7 @@ class ReturnsSubscriber {
       if (P::lane() == 0) {
         // Relaxed: publishes nothing. The scheduler only lets no call end before (Scheduler::
         // finished), so whatever is in the list, leave() has it.
-        P::template count_relaxed<Scope::block>(rank_.os->returns_listed, 1U);
+        P::template count_relaxed<Scope::block>(rank_.os.returns_listed, 1U);
       }
     }
     if (handed_out_up_front_) {
@@ -130,7 +130,7 @@ class ReturnsSubscriber {
   /// Whether what all returns subscribers count in has been cleared.
   bool everyone_ready() const {
     if (P::kReturnsSubscribers > 1) {
-      if (agreed<P>(P::template poll<Scope::block>(rank_.os->returns_ready)) !=
+      if (agreed<P>(P::template poll<Scope::block>(rank_.os.returns_ready)) !=
           P::kReturnsSubscribers) {
         return false;
       }
@@ -154,7 +154,7 @@ class ReturnsSubscriber {
       // Pairs with ArrivalsSubscriber::decide: what is handed out here, behind one of the fences
       // below, lies behind what it has taken slots for. What has come back by then is not in a
       // hurry: other ranks' counts are awaited.
-      planned = static_cast<Planned>(agreed<P>(P::template poll<Scope::block>(rank_.os->planned)));
+      planned = static_cast<Planned>(agreed<P>(P::template poll<Scope::block>(rank_.os.planned)));
     }
     if (planned == Planned::unknown) {
       return false;
@@ -419,7 +419,7 @@ class ReturnsSubscriber {
         // (hand_out_complete), so whoever counts a token's last row has the results of those that
         // other warps have counted.
         back[n] = P::template add_relaxed<Scope::block>(
-            &rank_.os->rows_back[token[n] / OsMemory::kTokensPerWord],
+            &rank_.os.rows_back[token[n] / OsMemory::kTokensPerWord],
             (rows.exist >> n & 1U) << rows_back_shift(token[n]));
       }
       for (u32 n = 0; n < kChunksAtOnce; ++n) {

@@ -22,7 +22,7 @@ namespace moeos {
 template <Platform P>
 u32 take_ring_slots(const Rank<P>& rank, const Call& call, Actor actor, u32 parts) {
   return by_one_lane<P>([&] {
-    return take_slots<P, Scope::block>(rank, call, actor, rank.os->published,
+    return take_slots<P, Scope::block>(rank, call, actor, rank.os.published,
                                        static_cast<u32>(rank.geometry().parts_max()), parts);
   });
 }

@@ -53,10 +53,10 @@ class Scheduler {
     sending_ = agreed<P>(sent + 1 != routed);
     // Pairs with ArrivalsSubscriber::decide: slots that stand for a plan's parts are among those
     // below.
-    planned_ = agreed<P>(P::template load_acquire<Scope::block>(rank_.os->planned)) !=
+    planned_ = agreed<P>(P::template load_acquire<Scope::block>(rank_.os.planned)) !=
                static_cast<u32>(Planned::unknown);
     // Relaxed, too: other warps of this block hand parts out as well (ring.hpp).
-    published_ = agreed<P>(P::template load_relaxed<Scope::block>(rank_.os->published));
+    published_ = agreed<P>(P::template load_relaxed<Scope::block>(rank_.os.published));
     returned_ = agreed<P>(returned);
     combined_ = agreed<P>(combined);
     leaving_ = agreed<P>(leaving_);
@@ -67,7 +67,7 @@ class Scheduler {
     const u32 wanted = anything_left() ? 0 : maximum(limit, published_) - published_;
     if (P::lane() == 0) {
       // Block scope, relaxed: a hint to the arrivals subscriber that more tiles would feed someone.
-      P::template store_relaxed<Scope::block>(rank_.os->wanted, wanted);
+      P::template store_relaxed<Scope::block>(rank_.os.wanted, wanted);
     }
     return claimed_ != before || published > 0;
   }
@@ -86,9 +86,9 @@ class Scheduler {
   /// planned, long before rows come back, so a call waits for it only if it stands still. A call
   /// without tokens has no chunks.
   bool finished() const {
-    const u32 expected = P::template load_relaxed<Scope::block>(rank_.os->rows_expected);
+    const u32 expected = P::template load_relaxed<Scope::block>(rank_.os.rows_expected);
     // Relaxed: publishes nothing.
-    const u32 listed = P::template load_relaxed<Scope::block>(rank_.os->returns_listed);
+    const u32 listed = P::template load_relaxed<Scope::block>(rank_.os.returns_listed);
     return routed_ &&
            (listed == P::kReturnsSubscribers ||
             (listed > 0 && MOEOS_PLANTED(calls_end_with_one_list)) || call_.tokens == 0) &&
@@ -214,7 +214,7 @@ class Scheduler {
     batch.narrow = there && word.part() != wide_parts;
     const bool shared = batch.size > 1 && P::ballot(there && !batch.narrow) != 0;
     const u32 tile = word.task();
-    batch.expert = there && shared ? rank_.os->tile_facts[tile].local_expert() : kNone;
+    batch.expert = there && shared ? rank_.os.tile_facts[tile].local_expert() : kNone;
     if (rank_.geometry().large_experts != 0 && shared) {
       leave_last_expert(batch);
     }

@@ -36,7 +36,7 @@ class Sender {
         call_(call),
         index_(index),
         world_(rank.geometry().remote != 0 ? rank.geometry().world : 0),
-        next_(rank.os->outbox_next + u64{index} * world_),
+        next_(rank.os.outbox_next + u64{index} * world_),
         map_(rank.geometry(), rank.memory, call) {
     static_assert(P::kSenders <= OsMemory::kSendersMax);
     for (u32 peer = P::lane(); peer < world_; peer += P::kLanes) {

@@ -30,7 +30,7 @@ class SumsSubscriber {
       return;
     }
     for (u32 s = P::lane(); s < geometry.slices; s += P::kLanes) {
-      rank.os->slices_heard[s] = 0;
+      rank.os.slices_heard[s] = 0;
     }
     // The others' groups first: their owners have begun with them, as this rank does with its own.
     for (u32 turn = 1; turn <= geometry.slices; ++turn) {
@@ -39,7 +39,7 @@ class SumsSubscriber {
           adds_slices(geometry, call) && (owner == rank.slice || geometry.sums_everywhere != 0);
       const u32 groups = here ? sum_groups(geometry, call.tokens, owner) : 0;
       for (u32 group = P::lane(); group < groups; group += P::kLanes) {
-        rank.os->sums_awaited[awaited_ + group] = SumGroup(owner, group);
+        rank.os.sums_awaited[awaited_ + group] = SumGroup(owner, group);
       }
       awaited_ += groups;
     }
@@ -121,7 +121,7 @@ class SumsSubscriber {
     for (u32 first = 0; first < slices; first += P::kLanes) {
       const u32 s = first + P::lane();
       bool news = false;
-      if (s < slices && rank_.os->slices_heard[s] == 0) {
+      if (s < slices && rank_.os.slices_heard[s] == 0) {
         const u64 call = call_of(s);
         const u64 inputs = inputs_of_slice(s);
         const u32 peer = rank_.peer_of_slice(s);
@@ -129,7 +129,7 @@ class SumsSubscriber {
             makes_our_call(rank_, call_, peer, call, call_.identity, FailureKind::call_differs) &&
             makes_our_call(rank_, call_, peer, inputs, inputs_of(call_),
                            FailureKind::inputs_differ);
-        rank_.os->slices_heard[s] = news ? 1 : 0;  // this warp alone writes and reads it
+        rank_.os.slices_heard[s] = news ? 1 : 0;  // this warp alone writes and reads it
       }
       heard_ += P::count(P::ballot(news));
     }
@@ -171,7 +171,7 @@ class SumsSubscriber {
       return true;
     }
     // Pairs with ArrivalsSubscriber::decide, behind the fence of hand_out.
-    return agreed<P>(P::template poll<Scope::block>(rank_.os->planned)) !=
+    return agreed<P>(P::template poll<Scope::block>(rank_.os.planned)) !=
                static_cast<u32>(Planned::unknown) ||
            MOEOS_PLANTED(sums_do_not_await_the_plan);
   }
@@ -183,13 +183,13 @@ class SumsSubscriber {
     u32 kept = turn_;
     for (u32 first = turn_; first < end; first += P::kLanes) {
       const bool there = first + P::lane() < end;
-      const SumGroup entry = rank_.os->sums_awaited[there ? first + P::lane() : first];
+      const SumGroup entry = rank_.os.sums_awaited[there ? first + P::lane() : first];
       const bool ready = is_ready(entry) && there;
       const u32 all_ready = P::ballot(ready);
       const u32 all_kept = P::ballot(there && !ready);
       P::sync_lanes();  // all lanes have read the places that are written now
       if (there && !ready) {
-        rank_.os->sums_awaited[kept + P::lanes_before(all_kept)] = entry;
+        rank_.os.sums_awaited[kept + P::lanes_before(all_kept)] = entry;
       }
       kept += P::count(all_kept);
       if (all_ready != 0) {
@@ -200,7 +200,7 @@ class SumsSubscriber {
     const u32 moved = minimum(gone, awaited_ - end);
     P::sync_lanes();
     for (u32 i = P::lane(); i < moved; i += P::kLanes) {
-      rank_.os->sums_awaited[kept + i] = rank_.os->sums_awaited[awaited_ - moved + i];
+      rank_.os.sums_awaited[kept + i] = rank_.os.sums_awaited[awaited_ - moved + i];
     }
     P::sync_lanes();  // the list is whole for whoever looks next
     awaited_ -= gone;
@@ -249,8 +249,8 @@ class SumsSubscriber {
     const Geometry& geometry = rank_.geometry();
     bool found = false;
     for (u32 i = 0; i < awaited_; ++i) {
-      const u32 owner = rank_.os->sums_awaited[i].owner();
-      const u32 group = rank_.os->sums_awaited[i].group();
+      const u32 owner = rank_.os.sums_awaited[i].owner();
+      const u32 group = rank_.os.sums_awaited[i].group();
       const TokenRange tokens = tokens_of_group(geometry, call_.tokens, owner, group);
       const u64 ours = rank_.layout.partial_flag(call_.epoch, rank_.slice, group);
       const u8* its = rank_.platform.peer(rank_.peer_of_slice(owner));

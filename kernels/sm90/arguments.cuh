@@ -112,12 +112,11 @@ struct SavingArguments : RankArguments {
 /// The rank that a block works for. Each thread has its own, and each role: so every address in it
 /// is a constant or a register away, and no register is kept from one role to the next. `os`: of an
 /// OS block. `memory`: the rank's.
-inline Rank<Machine> rank_of(const RankArguments& mine, const OsMemory* os,
-                             const MemoryParts<u8*>& memory) {
+inline Rank<Machine> rank_of(const RankArguments& mine, u8* os, const MemoryParts<u8*>& memory) {
   return {Machine(mine.peers),
           Layout(kGeometry, mine.place),
           RankMemory(kGeometry, memory),
-          os,
+          OsMemory(kGeometry, os),
           mine.heap,
           kSliced ? mine.rank / kGeometry.slices % kGeometry.world : mine.rank,  // of one, 0
           mine.deadline_ns,
@@ -126,7 +125,7 @@ inline Rank<Machine> rank_of(const RankArguments& mine, const OsMemory* os,
 inline RankMemory rank_memory(const RankArguments& mine) {
   return RankMemory(kGeometry, mine.memory);
 }
-inline Rank<Machine> rank_of(const RankArguments& mine, const OsMemory* os) {
+inline Rank<Machine> rank_of(const RankArguments& mine, u8* os) {
   return rank_of(mine, os, mine.memory);
 }
 

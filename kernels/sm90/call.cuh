@@ -444,8 +444,7 @@ MOEOS_OS_BLOCK void run_os(const RankArguments& mine, OsShared& shared) {
     shared.attends = os_attends(mine, shared.call);
   }
   __syncthreads();
-  const OsMemory os(kGeometry, shared.memory());
-  const Rank<Machine> rank = rank_of(mine, &os);
+  const Rank<Machine> rank = rank_of(mine, shared.memory());
   const Call call = shared.call;
   if (shared.attends) {
     if (warp == 0) {

@@ -176,8 +176,7 @@ class TwinRank {
   std::unique_ptr<TwinRecords> own_records_;  // of the layer that shares nothing
   Mapped tables_;
   Mapped os_memory_;
-  Mapped coded_rows_;  // of a call's tokens, where they are sent as codes
-  OsMemory os_;
+  Mapped coded_rows_;       // of a call's tokens, where they are sent as codes
   std::vector<u8*> peers_;  // their heaps, where experts are sliced
   Rank<Machine> rank_;
   std::vector<std::unique_ptr<Scratch>> scratch_;

@@ -48,7 +48,7 @@ struct LoneRank {
         rank{moeos::twin::Machine(heaps.data(), 0, 1),
              layout,
              moeos::RankMemory(geometry, memory.take(moeos::RankMemory::bytes(geometry))),
-             &os,
+             os,
              heaps[0],
              0,
              1'000'000'000},

@@ -6,7 +6,6 @@
 // calls are not running, so nothing moves that a step here does not move.
 #include <cstdio>
 #include <cstring>
-#include <deque>
 #include <memory>
 #include <vector>
 
@@ -82,7 +81,7 @@ class World {
       ranks_.push_back(std::unique_ptr<Rank<Machine>>(new Rank<Machine>{
           Machine(heaps_.data(), p, 1), Layout(g),
           RankMemory(g, memory_.take(RankMemory::bytes(g))),
-          &os_.emplace_back(g, memory_.take(OsMemory::bytes(g))), heaps_[p], p, 1'000'000'000ULL}));
+          OsMemory(g, memory_.take(OsMemory::bytes(g))), heaps_[p], p, 1'000'000'000ULL}));
       senders_.push_back(std::make_unique<Sender<Machine>>(*ranks_[p], call_, 0));
     }
   }
@@ -158,7 +157,6 @@ class World {
   Call call_;
   Memory memory_;
   std::vector<u8*> heaps_;
-  std::deque<OsMemory> os_;
   std::vector<std::unique_ptr<Rank<Machine>>> ranks_;
   std::vector<std::unique_ptr<Sender<Machine>>> senders_;
 };
