@@ -2,9 +2,9 @@
 // The subscriber of chunk flags: arrived rows become row tiles (tile_plan.hpp), which it posts to
 // the scheduler. Most calls are planned up front instead (Geometry::plans_up_front): when the
 // counts of all sources are here, all tiles are made and handed out at once, and processors wait
-// for rows themselves (inputs.hpp). Of few rows they make the tiles, too, and of a rank alone they
-// find all parts (counted_rows.hpp). If a rank is late, tiles are made as rows arrive, and the rest
-// when its counts are here.
+// for rows themselves (inputs.hpp). Of few rows, or of a rank alone, they find all parts of tiles
+// (counted_rows.hpp). If a rank is late, tiles are made as rows arrive, and the rest when its
+// counts are here.
 //
 // One of the warps of Algorithm 2 that watch what peers write: step() looks once at its words and
 // returns whether anything was new, and answer() says what it still waits for. May not know: what a
@@ -97,6 +97,9 @@ class ArrivalsSubscriber {
     // are read twice for nothing, which is rare and costs little.
     const u32 wanted = agreed<P>(P::template load_relaxed<Scope::block>(rank_.os.wanted));
     const u32 early = news ? 0 : experts_to_pack(wanted);
+    if (!may_make_tiles()) {
+      return progress;  // what processors have seen is known here soon (plan_up_front)
+    }
     const bool planned = plan_.advance(news, wanted, early);
     if (planned) {
       decide(Planned::by_arrival);
@@ -136,7 +139,23 @@ class ArrivalsSubscriber {
       return false;
     }
     if (geometry.plans_itself()) {
-      return reserve_slots();
+      Plan<P, OneSourceRows<P>> plan(OneSourceRows<P>(rank_, call_));
+      return plan.rows().look() && reserve_slots(plan);
+    }
+    if (geometry.plans_few_rows(call_.tokens) && !makes_tiles_) {
+      using Counts = typename FewRows<P>::Counts;
+      Plan<P, FewRows<P>> plan(FewRows<P>(rank_, call_));
+      const Counts counts = plan.rows().look();
+      if (counts == Counts::here) {
+        return reserve_slots(plan);
+      }
+      // All counts have come, and whoever sees them says the same of them.
+      if (counts == Counts::missing || !may_make_tiles()) {
+        Failure failure = failure_of(rank_, call_, FailureKind::count_damaged, Actor::subscriber);
+        plan.rows().name_damaged(failure);
+        rank_.fail(failure);
+        return false;
+      }
     }
     const Shape shape = look_at_shape();
     if (!shape.up_front || (posted_ > 0 && !geometry.plans_rest(shape.tiles)) || !plan_.fits() ||
@@ -147,30 +166,37 @@ class ArrivalsSubscriber {
     if (!unsent_handed_out()) {
       return false;
     }
-    const bool numbers = shape.one_tile_each && posted_ == 0;
-    if (!numbers) {
-      plan_.plan_rest();
-    }
-    // Orders the descriptors, and the counts that the counts subscriber has seen, before the words
-    // below; pairs with Processor::claim.
+    plan_.plan_rest();
+    // Orders the descriptors before the words below; pairs with Processor::claim.
     P::template publish_fence<Scope::device>();
-    if (numbers) {
-      hand_out_numbers(shape.experts * geometry.one_tile_parts());
-    } else {
-      hand_out_waves(MOEOS_PLANTED(tiles_are_handed_out_twice) ? 0 : posted_);
-    }
+    hand_out_waves(MOEOS_PLANTED(tiles_are_handed_out_twice) ? 0 : posted_);
     note_first_tile();
     leave_nothing();
     return true;
   }
 
-  /// Of a rank alone: reserves the slots of the ready ring that stand for the parts that processors
-  /// find themselves, before anybody else takes any. False: not yet.
-  bool reserve_slots() {
-    Plan<P, OneSourceRows<P>> plan(OneSourceRows<P>(rank_, call_));
-    if (!plan.rows().look()) {
-      return false;
+  /// Whether this subscriber makes tiles, or may: not where processors have begun to find the parts
+  /// of a call themselves. Asked before the first tile.
+  bool may_make_tiles() {
+    if (!rank_.geometry().plans_few_rows(call_.tokens) || makes_tiles_ ||
+        MOEOS_PLANTED(tiles_are_made_of_what_processors_plan)) {
+      return true;
     }
+    // Relaxed: it publishes nothing and acquires nothing. Of it and of what processors exchange for
+    // their own answer (Processor::find_few) one comes first, and the other then sees that one.
+    const u32 before = by_one_lane<P>([this] {
+      return P::template compare_exchange_relaxed<Scope::device>(
+          &rank_.memory.call(call_.epoch).found_by.value, static_cast<u32>(FoundBy::nobody),
+          static_cast<u32>(FoundBy::subscriber));
+    });
+    makes_tiles_ = before == static_cast<u32>(FoundBy::nobody);
+    return makes_tiles_;
+  }
+
+  /// Reserves the slots of the ready ring that stand for the parts that processors find themselves,
+  /// before anybody else takes any. Of a plan whose counts are here.
+  template <class Rows>
+  bool reserve_slots(Plan<P, Rows>& plan) {
     plan.make();
     const u32 first = take_ring_slots(rank_, call_, Actor::subscriber, plan.parts());
     MOEOS_CHECK(first == kNone || first == known_parts(rank_.geometry(), call_) +
@@ -204,17 +230,14 @@ class ArrivalsSubscriber {
 
   /// What the counts say of a call.
   struct Shape {
-    bool up_front;       // it is planned up front (Geometry::plans_up_front)
-    bool one_tile_each;  // and processors make its tiles, of which each expert has one
-    u32 experts;         // that have rows
-    u32 tiles;           // about: of many sources an expert may have one or two more
+    bool up_front;  // it is planned up front (Geometry::plans_up_front)
+    u32 tiles;      // about: of many sources an expert may have one or two more
   };
   /// Of a call with rows.
   Shape look_at_shape() const {
     const Geometry& geometry = rank_.geometry();
     u32 most = 0;  // rows of an expert, of this lane's
     u32 tiles = 0;
-    u32 experts = 0;
     for (u32 first = 0; first < geometry.local_experts(); first += P::kLanes) {
       const bool there = first + P::lane() < geometry.local_experts();
       const u32 expert = there ? first + P::lane() : first;
@@ -225,12 +248,10 @@ class ArrivalsSubscriber {
       }
       most = maximum(most, padded);
       tiles += there ? ceil_div(padded, geometry.tile_rows) : 0;
-      experts += P::count(P::ballot(there && padded > 0));
     }
     tiles = P::broadcast(P::inclusive_scan(tiles), P::kLanes - 1);
     const bool few_rows = P::ballot(most > geometry.up_front_rows) == 0;
-    return {geometry.plans_up_front(few_rows, tiles),
-            P::ballot(most > geometry.one_tile_rows()) == 0, experts, tiles};
+    return {geometry.plans_up_front(few_rows, tiles), tiles};
   }
 
   /// Whether the Combine of tokens that sent no row has its slots, if somebody hands it out. All
@@ -239,6 +260,7 @@ class ArrivalsSubscriber {
     // Those are the first slots behind the known parts' that anybody takes, unless tiles have been
     // made. Relaxed: a number, by whose changes slots have their order.
     return !combines_unsent(call_) || rank_.geometry().may_await(call_.tokens) ||
+           own_unsent_parts(rank_.geometry(), call_) != 0 ||
            agreed<P>(P::template load_relaxed<Scope::block>(rank_.os.published)) !=
                known_parts(rank_.geometry(), call_);
   }
@@ -259,15 +281,6 @@ class ArrivalsSubscriber {
       some = some || rank_.os.rows_received(source) != 0;
     }
     return P::ballot(some) == 0;
-  }
-
-  /// Hands out the numbers of so many parts, whose processors make their tiles themselves; behind a
-  /// fence of each lane.
-  void hand_out_numbers(u32 parts) const {
-    const u32 first = take_ring_slots(rank_, call_, Actor::subscriber, parts);
-    for (u32 number = P::lane(); first != kNone && number < parts; number += P::kLanes) {
-      fill_ring_slot(rank_, first + number, planned_word(call_.epoch, number));
-    }
   }
 
   /// Tiles of a wave, of which each has a lane.
@@ -425,8 +438,9 @@ class ArrivalsSubscriber {
   bool in_place_;                       // no rows come
   Planned planned_ = Planned::unknown;  // what others have been told
   Left left_ = Left::open;
-  u32 posted_ = 0;     // tiles
-  bool news_ = false;  // rows have come since tiles were made
+  bool makes_tiles_ = false;  // it is decided that this subscriber does
+  u32 posted_ = 0;            // tiles
+  bool news_ = false;         // rows have come since tiles were made
   GraceTime<P> grace_time_;
   u64 counted_since_ = 0;  // when this rank's own counts were seen here
   u64 starving_since_ = 0;

@@ -2,14 +2,13 @@
 // What a processor's warp knows of a call's counts, and plans its parts by (plan.hpp): of a rank
 // that is alone, or of few rows of several ranks.
 //
-// Whoever has the counts can say which part is the n-th, and of what tile. Of a rank alone every
-// processor does, and the arrivals subscriber says how many parts there are: nobody else has rows
-// for it, and nobody is late. Of few rows of several ranks, where no expert here has more than fit
-// in one tile, and all of these tiles are cut alike, the arrivals subscriber alone decides whether
-// a call is planned so, and then says in the ready ring which number is whose. Processors look at
-// the counts, which were here before, and mostly before they are told (Processor::find). The tiles
-// are those that TilePlan::plan_rest() would write (tests/native/test_few_rows.cpp). May not know:
-// flags, the ready ring.
+// Whoever has the counts can say which part is the n-th, and of what tile. So processors find the
+// parts themselves, and the arrivals subscriber says how many there are. Of a rank alone that is
+// every call: nobody else has rows for it, and nobody is late. Of few rows of several ranks no
+// expert here may have more than fit in one tile, and all of these tiles are cut alike. There who
+// has seen all counts decides that a call is planned so, unless the subscriber has begun to make
+// tiles without them (FoundBy). The tiles are those that TilePlan::plan_rest() would write
+// (tests/native/test_few_rows.cpp). May not know: flags, the ready ring.
 #pragma once
 
 #include "runtime/base.hpp"
@@ -225,12 +224,12 @@ class FewRows {
   enum class Counts : u32 {
     here,
     missing,  ///< one is not this call's
-    too_many  ///< an expert has more rows than a tile: the call has no such plan
+    too_many  ///< of an expert, or of a source: the call has no such plan
   };
-  /// Looks at all counts.
+  /// Looks at all counts, and at which call each source makes.
   Counts look() {
     const Geometry& geometry = rank_.geometry();
-    bool missing = false;
+    bool missing = makes_another_call();
     bool too_many = false;
     for (u32 i = 0; i < experts_each(); ++i) {
       const bool there = first_expert() + i < geometry.local_experts();
@@ -250,9 +249,14 @@ class FewRows {
         rows_[i * fours() + four] = there ? rows : 0;
       }
     }
-    return P::ballot(too_many) != 0  ? Counts::too_many
-           : P::ballot(missing) != 0 ? Counts::missing
-                                     : Counts::here;
+    if (P::ballot(too_many) != 0) {
+      return Counts::too_many;
+    }
+    if (P::ballot(missing) != 0) {
+      return Counts::missing;
+    }
+    return are_few() || MOEOS_PLANTED(many_rows_are_planned_as_few) ? Counts::here
+                                                                    : Counts::too_many;
   }
 
   /// Says which count look() did not want.
@@ -289,9 +293,8 @@ class FewRows {
   ExpertRows of(const At& at) const {
     const u32 align = geometry().segment_align_of(narrow());
     u32 padded = 0;
-    for (u32 four = 0; four < fours(); ++four) {  // a byte each, none of which passes into the next
-      const u32 rows = at.rows[four];
-      padded += sum_of_bytes((rows + (align - 1) * kEach) & ~((align - 1) * kEach));
+    for (u32 four = 0; four < fours(); ++four) {
+      padded += sum_of_bytes(aligned(at.rows[four], align));
     }
     return {rows_in(at) > 0 ? 1U : 0U, align_up(padded, Geometry::kSegmentAlign), narrow()};
   }
@@ -299,10 +302,7 @@ class FewRows {
   At first() const {
     At at;
     for (u32 two = 0; two < twos(); ++two) {
-      u32 rows = 0;
-      for (u32 i = 0; i < experts_each(); ++i) {
-        rows += rows_from_two(i, two);
-      }
+      const u32 rows = rows_of_lane(two);
       at.starts[two] = P::inclusive_scan(rows) - rows;
     }
     return at;
@@ -352,6 +352,53 @@ class FewRows {
   void note_tokens(Task& /*task*/) const {}
 
  private:
+  /// Whether one of this lane's sources has not said that it makes our call, without which its
+  /// counts are not known (CountsSubscriber).
+  bool makes_another_call() const {
+    bool another = false;
+    for (u32 first = 0; rank_.geometry().world > 1 && first < rank_.geometry().world;
+         first += P::kLanes) {
+      const u32 source = minimum(first + P::lane(), rank_.geometry().world - 1);
+      // As a count: it publishes nothing but itself.
+      const u64 said = P::template load_relaxed<Scope::system>(
+          rank_.template here<u64>(rank_.layout.call_of(call_.epoch, rank_.everywhere(source))));
+      another = another || said != count_word(call_.epoch, call_.identity);
+    }
+    return another;
+  }
+
+  /// Whether each expert's rows are one tile, each source's are as few as may be, and all have
+  /// places between the products. Of counts that all are here.
+  bool are_few() const {
+    const Geometry& geometry = rank_.geometry();
+    const u32 align = geometry.segment_align_of(narrow());
+    bool many = false;
+    u32 padded = 0;  // of this lane's experts
+    for (u32 i = 0; i < experts_each(); ++i) {
+      u32 its = 0;
+      for (u32 four = 0; four < fours(); ++four) {  // two bytes' sums in each half
+        const u32 rows = aligned(rows_[i * fours() + four], align);
+        const u32 two = (rows & kHalves) + (rows >> 8 & kHalves);
+        its += (two & 0xffff) + (two >> 16);
+      }
+      its = align_up(its, Geometry::kSegmentAlign);
+      many = many || its > geometry.one_tile_rows();
+      padded += its;
+    }
+    if (!geometry.few_rows_come_alone()) {
+      for (u32 two = 0; two < twos(); ++two) {
+        const u32 rows = P::broadcast(P::inclusive_scan(rows_of_lane(two)), P::kLanes - 1);
+        many = many || (rows & 0xffff) > geometry.few_rows_of_source() ||
+               rows >> 16 > geometry.few_rows_of_source();
+      }
+    }
+    if (!geometry.few_rows_have_places()) {
+      padded = P::broadcast(P::inclusive_scan(padded), P::kLanes - 1);
+      many = many || padded > geometry.pool_rows();
+    }
+    return P::ballot(many) == 0;
+  }
+
   /// Words in which a lane keeps its experts' rows, at most: of four sources each.
   static constexpr u32 kOfALane = Geometry::kPlanCounts / P::kLanes + kSources / 4;
   constexpr u32 fours() const { return ceil_div(rank_.geometry().world, 4U); }
@@ -364,6 +411,14 @@ class FewRows {
   u32 rows_from_two(u32 i, u32 two) const {
     return rows_from(i, 2 * two) | rows_from(i, 2 * two + 1) << 16;
   }
+  /// Of all experts of a lane.
+  u32 rows_of_lane(u32 two) const {
+    u32 rows = 0;
+    for (u32 i = 0; i < experts_each(); ++i) {
+      rows += rows_from_two(i, two);
+    }
+    return rows;
+  }
   /// Rows of an expert.
   u32 rows_in(const At& at) const {
     u32 all = 0;
@@ -372,7 +427,12 @@ class FewRows {
     }
     return all;
   }
-  static constexpr u32 kEach = 0x01010101;  // one in each byte
+  static constexpr u32 kEach = 0x01010101;    // one in each byte
+  static constexpr u32 kHalves = 0x00ff00ff;  // the lower byte of each half
+  /// Each byte rounded up; none passes into the next.
+  static constexpr u32 aligned(u32 word, u32 align) {
+    return (word + (align - 1) * kEach) & ~((align - 1) * kEach);
+  }
   /// Which is below 256.
   static constexpr u32 sum_of_bytes(u32 word) { return word * kEach >> 24; }
 

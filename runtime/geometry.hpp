@@ -289,9 +289,9 @@ struct Geometry {
     return up_front_rows != 0 && world == 1 && row_map == RowMap::ragged && experts <= kPlanExperts;
   }
   /// Rows, each source's padded, up to which an expert's are one tile, which is cut as those of all
-  /// others with so few: if none has more, processors make the tiles of a call that is planned
-  /// whole themselves. 0: of no call: where senders read what is in a tile, and with the capacity
-  /// map, for which a fetch warp of eight ranks has a register too few.
+  /// others with so few: if none has more, processors find the parts of a call themselves. 0: of no
+  /// call: where senders read what is in a tile, and with the capacity map, for which a fetch warp
+  /// of eight ranks has a register too few.
   constexpr u32 one_tile_rows() const {
     const bool narrow = narrow_rows != 0;
     const bool alike = narrow || product1_narrow_parts <= product1_parts;  // (tiles_in_halves())
@@ -305,12 +305,28 @@ struct Geometry {
   constexpr u32 one_tile_parts() const {
     return product0_parts_of(narrow_rows != 0) + product1_parts_of(narrow_rows != 0);
   }
-  /// Whether processors look at counts, to make such tiles, before they are told that a call is
-  /// planned so: where others' come, and in a call that probably is, should each rank have as many
-  /// tokens.
-  constexpr bool looks_up_early() const { return one_tile_rows() != 0 && world > 1; }
-  constexpr bool looks_up_early(u32 tokens) const {
-    return looks_up_early() && mean_rows(tokens) <= one_tile_rows();
+  /// Whether processors look at counts, to find such parts: in a call that probably has no others,
+  /// should each rank have as many tokens. Who has seen all counts then decides (FoundBy).
+  constexpr bool plans_few_rows() const { return one_tile_rows() != 0; }
+  constexpr bool plans_few_rows(u32 tokens) const {
+    return plans_few_rows() && mean_rows(tokens) <= one_tile_rows();
+  }
+  /// Rows of one source in such a call, at most. Each comes as it is (deduplicates), and has a
+  /// place of its own. And whether there are never more.
+  constexpr u32 few_rows_of_source() const {
+    const u32 places = rings_cells() ? minimum(cell_rows_used(), ring_places()) : cell_rows_used();
+    return deduplicates_any() ? minimum(places, dedup_rows - 1) : places;
+  }
+  constexpr bool few_rows_come_alone() const {
+    return local_experts() * one_tile_rows() <= few_rows_of_source();
+  }
+  /// Whether the rows of such a call always have places between the products.
+  constexpr bool few_rows_have_places() const {
+    return !reuses_places() || local_experts() * one_tile_rows() <= pool_rows();
+  }
+  /// Whether processors find the parts of tiles by the counts, or may.
+  constexpr bool plans_by_counts(u32 tokens) const {
+    return plans_itself() || plans_few_rows(tokens);
   }
   /// Rows that an expert has on average, should each rank have as many tokens.
   constexpr u64 mean_rows(u32 tokens) const {

@@ -69,9 +69,10 @@ class Inputs {
     for (u32 first = 0; first < task.segment_count; first += P::kLanes) {
       const bool there = first + P::lane() < task.segment_count;
       const Segment segment = task.segments[there ? first + P::lane() : first];
-      // Of its own rows a rank leaves none out, whatever it receives; and a rank alone computes
-      // them without having acquired how many it receives.
-      const u32 rows = segment.source == rank.rank || MOEOS_PLANTED(landed_rows_are_not_copied)
+      // Of its own rows a rank leaves none out, whatever it receives; and who has planned by counts
+      // has not acquired how many it receives.
+      const u32 rows = task.awaits == kAwaitsByCounts || segment.source == rank.rank ||
+                               MOEOS_PLANTED(landed_rows_are_not_copied)
                            ? 0
                            : rank.memory.rows_received(segment.source);
       const u32 row = first_in_order(rank, task.local_expert, segment);

@@ -21,11 +21,11 @@ constexpr u32 known_parts(const Geometry& geometry, const Call& call) {
   return route_parts(geometry, call) + geometry.shared_parts(call.tokens);
 }
 
-/// Parts of a Combine of tokens that sent no row, a block's each, which processors of a rank alone
-/// find themselves, behind Route's. Others are handed out; where processors wait for all tokens'
-/// rows there are none.
+/// Parts of a Combine of tokens that sent no row, a block's each, which processors find themselves,
+/// behind the known ones, where parts behind them have numbers. Others are handed out; where
+/// processors wait for all tokens' rows there are none.
 constexpr u32 own_unsent_parts(const Geometry& geometry, const Call& call) {
-  const bool own = geometry.plans_itself() && !geometry.may_await(call.tokens);
+  const bool own = geometry.plans_by_counts(call.tokens) && !geometry.may_await(call.tokens);
   return own && combines_unsent(call) ? route_blocks(geometry, call) : 0;
 }
 

@@ -20,6 +20,7 @@ namespace moeos {
 /// OS block clears the other one, so a call starts with zeros and nobody waits for a reset.
 struct CallState {
   Line<u32> ring_claimed;     // tickets that processors have taken
+  Line<u32> found_by;         // who finds the parts of tiles, as FoundBy
   Line<u32> product1_posted;  // tickets of slots in the mailbox of Product1
   Line<u32> route_blocks_done;
   Line<u32> dispatch_parts_taken;  // tickets that couriers have taken
@@ -38,6 +39,14 @@ struct CallState {
   Line<u32> interrupt;         // 1: the call is over, everyone leaves
   Line<u32> heartbeat;  // sweeps of the scheduler, so that a processor can tell waiting from a dead
                         // OS block
+};
+
+/// Who finds the parts of a call's tiles, of a call in which that is open when it begins
+/// (Geometry::plans_few_rows). The first who exchanges the word decides, and it stays so.
+enum class FoundBy : u32 {
+  nobody,      ///< not yet, as every call begins
+  processors,  ///< by the counts, which all are here
+  subscriber,  ///< by the subscriber of arrivals, which tells them in the ready ring
 };
 
 /// Where a mailbox's words start and how many there are (mailbox.hpp).

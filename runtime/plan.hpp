@@ -189,7 +189,7 @@ class Plan {
       describe_tile(task, geometry, epoch, found.expert, found.tile, tile.segments, tile.rows,
                     tile.padded, found.result + tile.result, found.narrow);
       task.half_width = 0;
-      task.awaits = 1;
+      task.awaits = kAwaitsByCounts;
       task.from = kFirstProduct.rows;
       if (second) {
         become_second(task, geometry, found.in_halves);

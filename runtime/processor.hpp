@@ -61,7 +61,7 @@ class Processor : Pace<P> {
         state_(rank.memory.call(call.epoch)),
         tally_(rank.memory.tallies[index]),
         plan_(OneSourceRows<P>(rank, call)),
-        plan_is_(rank.geometry().plans_itself() ? PlanIs::awaited : PlanIs::none) {}
+        plan_is_(rank.geometry().plans_by_counts(call.tokens) ? PlanIs::awaited : PlanIs::none) {}
 
   /// Takes the next ticket, which stands for a part.
   u32 take_ticket() const { return take_ticket(state_); }
@@ -101,10 +101,10 @@ class Processor : Pace<P> {
     return true;
   }
 
-  /// Finds out which part a ticket stands for. Of a rank alone those of tiles follow from its
-  /// counts, and those of tokens that have sent none come before; others stand in the ticket's slot
-  /// of the ready ring. `task` as above. beside(): whether it has found something else to do
-  /// meanwhile, and has done it. False: leave.
+  /// Finds out which part a ticket stands for. Of a rank alone, and of few rows, those of tiles
+  /// follow from the counts, and those of tokens that have sent none come before; others stand in
+  /// the ticket's slot of the ready ring. `task` as above. beside(): whether it has found something
+  /// else to do meanwhile, and has done it. False: leave.
   template <class Beside>
   bool claim(u32 ticket, ReadyWord& word, Task& task, Beside beside) {
     const bool found = is_route(ticket, word, task) || is_of_shared(ticket, word, task) ||
@@ -228,13 +228,6 @@ class Processor : Pace<P> {
   /// of a machine of one warp, which has something else to do meanwhile.
   static constexpr u32 kLooksForInputs = P::kLanes == 1 ? 1 : 8;
 
-  /// How far a processor is with looking up its part of a plan of few rows, if it is not waiting
-  /// for one of FewRows::sample's turns: it does not look at counts, or any more; it has
-  /// been told. In one number with the turns, since a fetch warp of eight ranks has no register for
-  /// two.
-  static constexpr u32 kNotAsked = kNone;
-  static constexpr u32 kTold = kNone - 1;
-
   /// Counts a part of a tile's product; who has counted the last one does what follows. One warp.
   void complete_product(const Task& task, ReadyWord word) {
     switch (product_of(rank_.geometry(), task).then) {
@@ -311,94 +304,94 @@ class Processor : Pace<P> {
   /// for slots: a warp that runs through much code waits for that.
   template <class Beside>
   bool find(u32 ticket, ReadyWord& word, Task& task, Beside beside) {
+    using Counts = typename FewRows<P>::Counts;
     const u32 unsent = own_unsent_parts(rank_.geometry(), call_);
     const u32 behind_known = ticket - known_parts(rank_.geometry(), call_of_look());
     const bool of_unsent = behind_known < unsent;
     const u32 number = behind_known - unsent;
-    const bool looks_up_early = rank_.geometry().looks_up_early();
-    u32 turn = rank_.geometry().looks_up_early(call_.tokens) ? 0 : kNotAsked;
-    u32 early = kNone;  // the part of `task`, once that is part `number` of a plan of few rows
-    // Constant. Where it is false, the compiler drops the plan of a rank alone and its registers.
+    u32 turn = 0;
+    // Constants. Where they are false, the compiler drops a plan and its registers.
     const bool plans = rank_.geometry().plans_itself();
+    const bool plans_few = rank_.geometry().plans_few_rows();
     while (of_unsent || !plans || plan_is_ != PlanIs::made || number >= plan_.parts()) {
-      const bool counts =
-          plans && !of_unsent && (plan_is_ == PlanIs::awaited || plan_is_ == PlanIs::begun);
+      const bool counts = !of_unsent && (plan_is_ == PlanIs::awaited || plan_is_ == PlanIs::begun);
+      FewRows<P> rows(rank_, call_);
+      Counts found = Counts::missing;
       const auto look = [&] {
-        return of_unsent        ? MOEOS_PLANTED(unsent_tokens_do_not_await_routing) || is_routed()
-               : counts         ? are_counts_here(number)
-               : looks_up_early ? is_told(ticket, word, number, turn)
-                                : is_filled(ticket, word);
+        return of_unsent         ? MOEOS_PLANTED(unsent_tokens_do_not_await_routing) || is_routed()
+               : plans && counts ? are_counts_here(number)
+               : plans_few && counts ? is_told_or_counted(ticket, word, number, rows, turn, found)
+                                     : is_filled(ticket, word);
       };
-      if (!wait_for(of_unsent || counts ? kLooksForInputs : 1, look, beside)) {
+      if (plans_few && !of_unsent && plan_is_ == PlanIs::made) {
+        found = rows.look();  // all are here, since the call is planned by them
+      } else if (!wait_for(of_unsent || counts ? kLooksForInputs : 1, look, beside)) {
         return false;
       }
-      if (counts) {
+      if (plans && counts) {
         plan_.make();
         plan_is_ = PlanIs::made;
         continue;
       }
-      const bool told = !looks_up_early || of_unsent || word.epoch() == call_.epoch;
-      if (told) {
-        // Pairs with finish_routing: the routing map; or with fill_ring_slot: the descriptor and,
-        // unless they are awaited, the inputs of its parts are here. Not at every look: a fence
-        // costs more than the look.
-        P::template acquire_fence<Scope::device>();
-        word = of_unsent ? combine_unsent_word(call_.epoch, behind_known) : word;
-        plan_is_ = of_unsent ? plan_is_ : PlanIs::none;  // later parts have larger numbers
-        if (rank_.geometry().one_tile_rows() == 0 || !word.planned()) {
-          return get_task(rank_, call_, word, task);
+      if (plans_few && (found != Counts::missing || (!of_unsent && plan_is_ == PlanIs::made))) {
+        if (!find_few(rows, found, number, word, task)) {
+          return false;
         }
-        if ((word.number() == number || MOEOS_PLANTED(early_parts_are_not_compared)) &&
-            early != kNone) {
-          word = ReadyWord(call_.epoch, task.kind, task.tile, early);
+        if (plan_is_ == PlanIs::made) {
           return true;
         }
-        turn = kTold;
+        continue;
       }
-      const bool made = find_planned(
-          told ? word.number() : number + (MOEOS_PLANTED(another_part_is_looked_up) ? 1 : 0), word,
-          task, turn);
-      if (!looks_up_early || turn == kTold) {
-        return made;
-      }
-      early = made ? word.part() : kNone;
+      // Pairs with finish_routing: the routing map; or with fill_ring_slot: the descriptor and,
+      // unless they are awaited, the inputs of its parts are here. Not at every look: a fence
+      // costs more than the look.
+      P::template acquire_fence<Scope::device>();
+      word = of_unsent ? combine_unsent_word(call_.epoch, behind_known) : word;
+      plan_is_ = of_unsent ? plan_is_ : PlanIs::none;  // later parts have larger numbers
+      return get_task(rank_, call_, word, task);
     }
     word = plan_.part(number, task);
     return true;
   }
 
-  /// Makes part `number` of a plan of few rows, and its word, if all counts are here; of no such
-  /// part, a word of no call.
+  /// Makes part `number` of a plan of few rows, and its word, if this call is planned so: then the
+  /// plan is made. Else this part, and all behind it, are told in the ring. `found`: what a look at
+  /// all counts has. False: leave.
   ///
-  /// Who has been told (`turn`), has been by a word of the ring, behind which there was a fence,
-  /// and before which all counts were here: if one is not, somebody has overwritten it, and the
-  /// call fails. Before, the number is a guess, by which slots of the ring are taken: right unless
-  /// others than the subscriber of arrivals take slots, and then the part is made again. So what
-  /// takes longest, round trips and code that runs for the first time, goes on beside what the OS
-  /// block does to tell. Of later parts counts are looked at again, while the one before is
-  /// computed: registers to keep them in are scarce.
-  bool find_planned(u32 number, ReadyWord& word, Task& task, u32& turn) const {
-    using Counts = typename FewRows<P>::Counts;
-    FewRows<P> rows(rank_, call_);
-    const Counts counts = rows.look();
-    if (counts == Counts::here) {
-      Plan<P, FewRows<P>> plan(rows);
-      plan.make();
-      word = number < plan.parts() ? plan.part(number, task) : ReadyWord();
-      MOEOS_CHECK(turn != kTold || word.epoch() == call_.epoch);
-    } else if (turn == kTold) {
-      Failure failure = failure_of(rank_, call_, FailureKind::count_damaged, Actor::processor);
-      rows.name_damaged(failure);
-      rank_.fail(failure);
-      return false;
+  /// Of later parts counts are looked at again, while the one before is computed: registers to keep
+  /// them in are scarce. If one is not here then, somebody has overwritten it, and the call fails.
+  bool find_few(const FewRows<P>& rows, typename FewRows<P>::Counts found, u32 number,
+                ReadyWord& word, Task& task) {
+    const bool decided = plan_is_ == PlanIs::made;
+    plan_is_ = PlanIs::none;
+    if (found != FewRows<P>::Counts::here) {
+      if (decided) {
+        Failure failure = failure_of(rank_, call_, FailureKind::count_damaged, Actor::processor);
+        rows.name_damaged(failure);
+        rank_.fail(failure);
+      }
+      return !decided;
     }
-    // Each source's samples have come twice, and still one is missing: somebody has overwritten it,
-    // for others to find out.
-    const bool again =
-        counts == Counts::missing &&
-        (turn + 1 < 2 * rank_.geometry().world || MOEOS_PLANTED(lost_counts_are_awaited_for_ever));
-    turn = turn == kTold ? turn : again ? turn + 1 : kNotAsked;
-    return word.epoch() == call_.epoch;
+    u32 before = static_cast<u32>(FoundBy::nobody);
+    if (!decided && P::lane() == 0) {
+      // Relaxed: it publishes nothing and acquires nothing. Who plans has seen the counts himself,
+      // and these say of which call they are. Of it and of what the subscriber exchanges for its
+      // own answer (ArrivalsSubscriber::may_make_tiles) one comes first, and the other then sees
+      // that one. Nobody waits for the answer before the part is made.
+      before = P::template compare_exchange_relaxed<Scope::device>(
+          &state_.found_by.value, static_cast<u32>(FoundBy::nobody),
+          static_cast<u32>(FoundBy::processors));
+    }
+    Plan<P, FewRows<P>> plan(rows);
+    plan.make();
+    const bool there = number < plan.parts();
+    if (there) {
+      word = plan.part(number + (MOEOS_PLANTED(another_part_is_found) ? 1 : 0), task);
+    }
+    const bool told = agreed<P>(before) == static_cast<u32>(FoundBy::subscriber) &&
+                      !MOEOS_PLANTED(processors_plan_what_is_told);
+    plan_is_ = there && !told ? PlanIs::made : PlanIs::none;
+    return true;
   }
 
   /// The call, for one look at its known parts: else what is worked out of it for shared experts
@@ -431,13 +424,20 @@ class Processor : Pace<P> {
     return word.epoch() == call_.epoch;
   }
 
-  /// Looks at a slot, and at the count of this turn, if there is one: asked for together.
-  bool is_told(u32 ticket, ReadyWord& word, u32 number, u32 turn) const {
-    const FewRows<P> rows(rank_, call_);
-    // Without one at the slot again. A count publishes nothing but itself.
-    const u64 seen = P::template load_relaxed<Scope::system>(
-        turn == kNotAsked ? &rank_.memory.ring[ticket] : rows.sample(number, turn));
-    return is_filled(ticket, word) || (turn != kNotAsked && rows.has_come(agreed<P>(seen)));
+  /// Looks at a slot, and at one count, of each source in turn: asked for together. When that has
+  /// come, looks at all of them; `found`: what it has.
+  bool is_told_or_counted(u32 ticket, ReadyWord& word, u32 number, FewRows<P>& rows, u32& turn,
+                          typename FewRows<P>::Counts& found) const {
+    // A count publishes nothing but itself.
+    const u64 seen = P::template load_relaxed<Scope::system>(rows.sample(number, turn));
+    if (is_filled(ticket, word)) {
+      return true;
+    }
+    if (rows.has_come(agreed<P>(seen))) {
+      ++turn;
+      found = rows.look();
+    }
+    return found != FewRows<P>::Counts::missing;
   }
 
   /// Looks until it is there, `often` times for each look at all else. False: leave.
@@ -486,7 +486,7 @@ class Processor : Pace<P> {
     awaited,
     begun,  ///< some of the counts have come that it is made of
     made,
-    none,
+    none,  ///< parts are told in the ring
   } plan_is_;
 };
 

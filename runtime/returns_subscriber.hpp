@@ -150,7 +150,7 @@ class ReturnsSubscriber {
     }
     const Geometry& geometry = rank_.geometry();
     Planned planned = Planned::by_arrival;
-    if (geometry.may_await(call_.tokens) || geometry.plans_itself()) {
+    if (geometry.may_await(call_.tokens) || geometry.plans_by_counts(call_.tokens)) {
       // Pairs with ArrivalsSubscriber::decide: what is handed out here, behind one of the fences
       // below, lies behind what it has taken slots for. What has come back by then is not in a
       // hurry: other ranks' counts are awaited.

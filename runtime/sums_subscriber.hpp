@@ -167,7 +167,7 @@ class SumsSubscriber {
   /// which processors find by their numbers.
   bool may_hand_out() const {
     const Geometry& geometry = rank_.geometry();
-    if (!geometry.may_await(call_.tokens) && !geometry.plans_itself()) {
+    if (!geometry.may_await(call_.tokens) && !geometry.plans_by_counts(call_.tokens)) {
       return true;
     }
     // Pairs with ArrivalsSubscriber::decide, behind the fence of hand_out.

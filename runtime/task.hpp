@@ -41,14 +41,18 @@ struct alignas(kCacheLine) Task {
   u32 narrow;        // products: 1 when it is cut into narrow N-tiles
   u32 seal;          // what makes the descriptor whole; see is_intact()
   u32 half_width;  // of a copy for a second product: 1 when a wide tile is cut into narrow N-tiles
-  u32 awaits;   // products, combine: 1 when parts are handed out before their inputs are here, so
-                // that processors wait for these (inputs.hpp)
+  u32 awaits;   // products, combine: not 0 when parts are handed out before their inputs are here,
+                // so that processors wait for these (inputs.hpp); kAwaitsByCounts of a copy
   RowsIn from;  // products: where its rows lie; in memory, a first product's
   u32 tokens;   // of a copy whose rows are listed tokens: four bits for each row, which it is
   Segment segments[Geometry::kMaxSegments];
 };
 static_assert(sizeof(Task) == 128 && alignof(Task) == 128,
               "a descriptor is one cache line, read in one load");
+
+/// Task::awaits of a tile that its processor has made of counts: each of its rows comes as it is,
+/// and nobody has said how many its sources send.
+inline constexpr u32 kAwaitsByCounts = 2;
 
 /// What all words of a descriptor together are, one exclusive-or the other, without those of
 /// segments that it does not have: whoever reads one knows that nobody else has written into it.
@@ -151,8 +155,6 @@ class ReadyWord {
   /// And a Combine of tokens whose rows are not back.
   static constexpr u32 kAwaitedCombine = kTaskKinds + 1;
   static_assert(kAwaitedCombine < 1U << kKindBits);
-  /// And a part of a plan, of either product. In place of Route's, whose words nobody writes.
-  static constexpr u32 kPlanned = static_cast<u32>(TaskKind::route);
 
   constexpr ReadyWord() = default;
   /// From memory.
@@ -177,9 +179,6 @@ class ReadyWord {
   }
   constexpr bool half_width() const { return kind_bits() == kHalfWidthProduct1; }
   constexpr bool awaited() const { return kind_bits() == kAwaitedCombine; }
-  /// Of a part that the processor which finds the word makes by its number in a plan
-  /// (counted_rows.hpp).
-  constexpr bool planned() const { return kind_bits() == kPlanned; }
   constexpr u32 part() const { return (bits_ >> kTaskBits) & (kParts - 1); }
   constexpr u32 task() const { return bits_ & (kTasks - 1); }
   /// The same word for another part.
@@ -207,11 +206,6 @@ class ReadyWord {
 
   u64 bits_ = 0;
 };
-
-/// The word of part `number` of a plan that processors make themselves.
-constexpr ReadyWord planned_word(u32 epoch, u32 number) {
-  return ReadyWord::of_number(epoch, TaskKind::route, number);
-}
 
 static_assert(Geometry::kCombineTokens < ReadyWord::kParts);
 /// The word of the Combine of `tokens` complete tokens from place `first_ready` among these on. It

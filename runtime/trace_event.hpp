@@ -38,7 +38,7 @@ constexpr TraceEvent event_of(const Geometry& geometry, const Task& task, ReadyW
   event.kind = static_cast<u32>(task.kind);
   event.part = word.part();
   event.peer = event.expert = kNone;
-  event.awaited = task.awaits;
+  event.awaited = task.awaits != 0 ? 1 : 0;
   if (is_product(task.kind)) {
     event.expert = task.local_expert;
     event.place = task.tile;

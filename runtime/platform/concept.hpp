@@ -65,6 +65,9 @@ concept Platform = requires(const P& platform, u32* word, const u32* read_only, 
   {
     P::template compare_exchange_release<Scope::system>(word, value, value)
   } -> SameAs<bool>;  // success
+  {
+    P::template compare_exchange_relaxed<Scope::device>(word, value, value)
+  } -> SameAs<u32>;  // the value before
 
   // Sweeps over many words. A value that was read is used: machine code is rid of other loads, and
   // of what they acquire.

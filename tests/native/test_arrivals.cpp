@@ -16,6 +16,7 @@
 namespace {
 
 using moeos::ArrivalsSubscriber;
+using moeos::FoundBy;
 using moeos::Geometry;
 using moeos::Planned;
 using moeos::ReadyWord;
@@ -42,14 +43,14 @@ Geometry geometry_of(u32 experts) {
 class Arrivals {
  public:
   explicit Arrivals(const Rows& rows, u32 hidden_bytes = 16, u32 may_be_unsent = 0,
-                    u32 between_rows = 0)
+                    u32 between_rows = 0, u32 tokens = 4)
       : rows_(rows), rank_([&] {
           Geometry g = geometry_of(static_cast<u32>(rows.size()));
           g.hidden_bytes = hidden_bytes;
           g.between_rows = between_rows;
           return g;
         }()) {
-    rank_.call.tokens = 4;
+    rank_.call.tokens = tokens;
     rank_.call.may_be_unsent = may_be_unsent;
     moeos::begin_call(rank_.rank, rank_.call);
     subscriber_.emplace(rank_.rank, rank_.call);
@@ -64,7 +65,15 @@ class Arrivals {
   Arrivals(const Arrivals&) = delete;
   Arrivals& operator=(const Arrivals&) = delete;
 
-  void count(u32 source) { rank_.os.counts_known[source] = kEpoch; }
+  void count(u32 source) {
+    for (u32 expert = 0; expert < rows_.size(); ++expert) {
+      *rank_.rank.here<u64>(rank_.layout.count(kEpoch, source, expert)) =
+          moeos::count_word(kEpoch, rows_[expert]);
+    }
+    *rank_.rank.here<u64>(rank_.layout.call_of(kEpoch, source)) =
+        moeos::count_word(kEpoch, rank_.call.identity);
+    rank_.os.counts_known[source] = kEpoch;
+  }
   void count_all() {
     for (u32 source = 0; source < kSources; ++source) {
       count(source);
@@ -108,6 +117,14 @@ class Arrivals {
     }
     return tiles;
   }
+  void processors_idle() { *rank_.os.wanted = 100 * kProcessors; }
+  void processors_decide() {
+    rank_.rank.memory.call(kEpoch).found_by.value = static_cast<u32>(FoundBy::processors);
+  }
+  FoundBy found_by() const {
+    return static_cast<FoundBy>(rank_.rank.memory.call(kEpoch).found_by.value);
+  }
+  bool has_failed() const { return rank_.rank.leaving(kEpoch); }
   void unsent_are_handed_out() { handed_out_ = ++*rank_.os.published; }
 
   /// A step; the parts that it hands out.
@@ -192,20 +209,51 @@ void nobody_waits_for_a_part_behind_his_own(const Rows& rows, u32 hidden_bytes) 
   expect(arrivals.step().empty(), "and nothing is handed out again");
 }
 
-void few_rows_are_numbers() {
+void processors_find_the_parts_of_few_rows() {
   Arrivals arrivals({3, 0, 20});
   arrivals.count_all();
   const std::vector<ReadyWord> words = arrivals.step();
-  expect(words.size() == 2 * 2 * kNarrowParts, "both GEMMs of two experts' tiles");
-  for (u32 number = 0; number < words.size(); ++number) {
-    expect(words[number].planned() && words[number].epoch() == kEpoch &&
-               words[number].task() == number,
-           "a number for each part");
+  expect(arrivals.planned() == Planned::up_front, "such a call is planned up front");
+  expect(words.size() == 2 * 2 * kNarrowParts, "there are slots for both GEMMs of two tiles");
+  for (const ReadyWord word : words) {
+    expect(word.epoch() != kEpoch, "and nobody fills them");
   }
 }
 
+/// Whoever of processors and subscriber is first.
+void tiles_are_made_by_who_has_decided() {
+  Arrivals theirs({3, 0, 20});
+  theirs.count(0);
+  theirs.all_rows_come(0);
+  theirs.processors_idle();
+  theirs.processors_decide();
+  expect(theirs.steps_in_vain() && theirs.posted().empty(),
+         "processors know more than is seen here");
+  theirs.count(1);
+  expect(theirs.step().size() == 2 * 2 * kNarrowParts && theirs.planned() == Planned::up_front,
+         "which then has slots");
+
+  Arrivals ours({3, 0, 20});
+  ours.count(0);
+  ours.all_rows_come(0);
+  ours.processors_idle();
+  ours.steps_until_planned();
+  expect(ours.planned() == Planned::by_arrival && ours.posted().size() == 1, "a rank is late");
+  expect(ours.found_by() == FoundBy::subscriber, "processors wait to be told");
+  ours.count(1);
+  expect(!ours.step().empty() && ours.posted().size() == 1, "also of the rest");
+}
+
+void counts_that_processors_have_seen_differently_are_damaged() {
+  Arrivals arrivals({300, 300});
+  arrivals.count_all();
+  arrivals.processors_decide();
+  expect(arrivals.step().empty() && arrivals.planned() == Planned::unknown, "nothing is planned");
+  expect(arrivals.has_failed(), "since somebody has overwritten counts");
+}
+
 void sums_do_not_wait_behind_products_for_what_they_need_first() {
-  Arrivals arrivals({300, 300}, 16, 1);
+  Arrivals arrivals({300, 300}, 16, 1, 0, 100);
   arrivals.count_all();
   expect(arrivals.step().empty() && arrivals.planned() == Planned::unknown,
          "the Combine of tokens that sent no row gets its slots before");
@@ -325,7 +373,9 @@ int main() {
     nobody_waits_for_a_part_behind_his_own({129, 500, 0, 64, 1000, 1, 128, 90, 700, 3, 300, 450},
                                            hidden_bytes);
   }
-  few_rows_are_numbers();
+  processors_find_the_parts_of_few_rows();
+  tiles_are_made_by_who_has_decided();
+  counts_that_processors_have_seen_differently_are_damaged();
   a_call_without_places_for_all_tiles_is_not_planned_whole();
   sums_do_not_wait_behind_products_for_what_they_need_first();
   counts_that_are_a_little_late_are_awaited();

@@ -33,6 +33,7 @@ using Planned = Plan<Machine, FewRows<Machine>>;
 
 constexpr u32 kEpoch = LoneRank::kEpoch;
 constexpr u32 kMost = kNarrowRows;
+constexpr u32 kIdentity = 77;
 
 /// The rows of each expert, by source.
 using Rows = std::vector<std::vector<u32>>;
@@ -50,9 +51,13 @@ Geometry geometry_of(u32 world, u32 local_experts, u32 narrow_rows) {
 class Counted {
  public:
   Counted(const Rows& rows, u32 narrow_rows)
-      : rows_(rows),
-        rank_(geometry_of(static_cast<u32>(rows[0].size()), static_cast<u32>(rows.size()),
-                          narrow_rows)) {
+      : Counted(rows, geometry_of(static_cast<u32>(rows[0].size()), static_cast<u32>(rows.size()),
+                                  narrow_rows)) {}
+  Counted(const Rows& rows, const Geometry& geometry) : rows_(rows), rank_(geometry) {
+    rank_.call.identity = kIdentity;
+    for (u32 source = 0; source < rows[0].size(); ++source) {
+      make_call(source, kEpoch, kIdentity);
+    }
     for (u32 expert = 0; expert < rows.size(); ++expert) {
       for (u32 source = 0; source < rows[expert].size(); ++source) {
         count(source, expert, kEpoch, rows[expert][source]);
@@ -65,6 +70,10 @@ class Counted {
   void count(u32 source, u32 expert, u32 epoch, u32 rows) {
     *reinterpret_cast<u64*>(rank_.heaps[0] + rank_.layout.count(kEpoch, source, expert)) =
         count_word(epoch, rows);
+  }
+  void make_call(u32 source, u32 epoch, u32 identity) {
+    *reinterpret_cast<u64*>(rank_.heaps[0] + rank_.layout.call_of(kEpoch, source)) =
+        count_word(epoch, identity);
   }
   FewRows<Machine> rows() const { return FewRows<Machine>(rank_.rank, rank_.call); }
   const Geometry& geometry() const { return rank_.geometry; }
@@ -95,8 +104,8 @@ bool same_tile(const Task& made, const Task& written) {
               made.local_expert == written.local_expert && made.tile == written.tile &&
               made.rows == written.rows && made.padded_rows == written.padded_rows &&
               made.first_result == written.first_result && made.narrow == written.narrow &&
-              made.awaits == 1 && written.awaits == 1 && made.half_width == 0 &&
-              made.from == product_of(made.kind, false).rows;
+              made.awaits == moeos::kAwaitsByCounts && written.awaits == 1 &&
+              made.half_width == 0 && made.from == product_of(made.kind, false).rows;
   for (u32 s = 0; same && s < made.segment_count; ++s) {
     same = std::memcmp(&made.segments[s], &written.segments[s], sizeof(moeos::Segment)) == 0;
   }
@@ -174,6 +183,56 @@ void a_count_that_is_overwritten_is_named() {
   }
 }
 
+Counts found(const Rows& rows, const Geometry& geometry) {
+  return Counted(rows, geometry).rows().look();
+}
+
+/// The subscriber makes tiles then, and must see the same.
+void rows_that_are_not_few_have_no_such_plan() {
+  for (const u32 narrow_rows : {kNarrowRows, 0U}) {
+    const Geometry g = geometry_of(4, 2, narrow_rows);
+    expect(found({{0, 0, 0, 0}, {16, 16, 16, 16}}, g) == Counts::here, "a tile is full");
+    expect(found({{0, 0, 0, 0}, {16, 16, 16, 17}}, g) == Counts::too_many, "one row is too many");
+    // Of four times as many rows as a byte has sums that are none.
+    expect(found({{64, 64, 64, 64}, {1, 0, 0, 0}}, g) == Counts::too_many, "nor sources' sums");
+  }
+  expect(found({{57, 1}}, geometry_of(2, 1, kNarrowRows)) == Counts::too_many, "padded they are");
+
+  Geometry once = geometry_of(2, 4, kNarrowRows);
+  once.dedup_rows = 40;
+  expect(!once.few_rows_come_alone(), "a source may send so many rows that its tokens go once");
+  expect(found({{20, 19}, {0, 20}, {0, 0}, {0, 0}}, once) == Counts::here, "each comes as it is");
+  expect(found({{20, 19}, {0, 21}, {0, 0}, {0, 0}}, once) == Counts::too_many, "then no more");
+
+  Geometry rings = geometry_of(2, 4, kNarrowRows);
+  rings.max_tokens = rings.capacity = 4096;
+  rings.ring_rows = 1;
+  expect(rings.rings_cells() && rings.few_rows_of_source() == 160, "cells have few places");
+  expect(found({{0, 60}, {0, 50}, {0, 50}, {0, 0}}, rings) == Counts::here, "each has its own");
+  expect(found({{0, 60}, {0, 50}, {0, 50}, {0, 1}}, rings) == Counts::too_many, "there is no more");
+
+  Geometry pool = geometry_of(2, 6, kNarrowRows);
+  pool.max_tokens = pool.capacity = 4096;
+  pool.between_rows = 1;
+  expect(!pool.few_rows_have_places() && pool.pool_rows() == 256, "few places between products");
+  const Rows full(4, {32, 32});
+  Rows rows = full;
+  rows.resize(6, {0, 0});
+  expect(found(rows, pool) == Counts::here, "which so many rows have");
+  rows[4][1] = 1;
+  expect(found(rows, pool) == Counts::too_many, "and no more");
+}
+
+void counts_of_another_call_are_not_planned_by() {
+  Counted counted({{1, 2}, {0, 3}}, kNarrowRows);
+  counted.make_call(1, kEpoch, kIdentity + 1);
+  expect(counted.rows().look() == Counts::missing, "a source makes another call");
+  counted.make_call(1, kEpoch - 2, kIdentity);
+  expect(counted.rows().look() == Counts::missing, "or has not said which");
+  counted.make_call(1, kEpoch, kIdentity);
+  expect(counted.rows().look() == Counts::here, "or it makes ours");
+}
+
 }  // namespace
 
 int main() {
@@ -189,6 +248,8 @@ int main() {
   processors_make_the_tiles_that_would_be_written(draw_rows(random, 33, 8), kNarrowRows);
   a_count_of_each_source_is_waited_for_in_turn();
   a_count_that_is_overwritten_is_named();
+  rows_that_are_not_few_have_no_such_plan();
+  counts_of_another_call_are_not_planned_by();
   std::printf("test_few_rows: %d failed\n", failed);
   return failed == 0 ? 0 : 1;
 }

@@ -453,9 +453,10 @@ FAULTS = {
     "few_rows_begin_where_others_do": Fault(
         "explorer", "gives a wrong result|without a fault", seed=8
     ),
-    "another_part_is_looked_up": Fault("explorer", "", seed=8),
-    "lost_counts_are_awaited_for_ever": Fault("explorer", "does not end", seed=437),
-    "early_parts_are_not_compared": Fault("explorer", "", seed=78),
+    "another_part_is_found": Fault("explorer", "", seed=8),
+    "processors_plan_what_is_told": Fault("explorer", "", seed=80),
+    "tiles_are_made_of_what_processors_plan": Fault("explorer", "", seed=60),
+    "many_rows_are_planned_as_few": Fault("explorer", "", seed=60),
     "a_credit_stays": Fault("explorer", ""),
     "no_tokens_send_no_counts": Fault("explorer", ""),
     "quarters_count_as_chunks": Fault("explorer", ""),

@@ -158,8 +158,7 @@ class Machine {
                  : "memory");
   }
   template <Scope S>
-  static bool compare_exchange_release(u32* word, u32 expected, u32 desired) {
-    publish_fence<S>();
+  [[nodiscard]] static u32 compare_exchange_relaxed(u32* word, u32 expected, u32 desired) {
     u32 before;
     if constexpr (S == Scope::block) {
       asm volatile("atom.cas.relaxed.cta.b32 %0, [%1], %2, %3;"
@@ -177,7 +176,12 @@ class Machine {
                    : "l"(word), "r"(expected), "r"(desired)
                    : "memory");
     }
-    return before == expected;
+    return before;
+  }
+  template <Scope S>
+  static bool compare_exchange_release(u32* word, u32 expected, u32 desired) {
+    publish_fence<S>();
+    return compare_exchange_relaxed<S>(word, expected, desired) == expected;
   }
 
   /// Rare and of system scope alone: it only raises failures.

@@ -87,6 +87,11 @@ class Machine {
     return access(word).fetch_add(value, std::memory_order_acq_rel);
   }
   template <Scope, class T>
+  [[nodiscard]] static T compare_exchange_relaxed(T* word, T expected, T desired) {
+    access(word).compare_exchange_strong(expected, desired, std::memory_order_relaxed);
+    return expected;
+  }
+  template <Scope, class T>
   static bool compare_exchange_release(T* word, T expected, T desired) {
     return access(word).compare_exchange_strong(expected, desired, std::memory_order_release,
                                                 std::memory_order_relaxed);

@@ -77,11 +77,16 @@ class Machine {
     add_relaxed<S>(word, value);
   }
   template <Scope S, class T>
+  static T compare_exchange_relaxed(T* word, std::type_identity_t<T> expected,
+                                    std::type_identity_t<T> desired) {
+    const T before = *word;
+    *word = before == expected ? desired : before;
+    return before;
+  }
+  template <Scope S, class T>
   static bool compare_exchange_release(T* word, std::type_identity_t<T> expected,
                                        std::type_identity_t<T> desired) {
-    const bool equal = *word == expected;
-    *word = equal ? desired : *word;
-    return equal;
+    return compare_exchange_relaxed<S>(word, expected, desired) == expected;
   }
   template <Scope S, class T>
   [[nodiscard]] static T load_acquire(const T* word) {
