@@ -244,7 +244,8 @@ class FewRows {
           const bool came = is_this_calls(words[n]);
           missing = missing || !came;
           too_many = too_many || (came && is_too_many(words[n]));
-          rows |= static_cast<u32>(words[n]) << (8 * n);
+          // In place of one that is missing: a plan of what is there is one, too.
+          rows |= (came ? static_cast<u32>(words[n]) : 1) << (8 * n);
         }
         rows_[i * fours() + four] = there ? rows : 0;
       }

@@ -323,8 +323,11 @@ class Processor : Pace<P> {
                : plans_few && counts ? is_told_or_counted(ticket, word, number, rows, turn, found)
                                      : is_filled(ticket, word);
       };
-      if (plans_few && !of_unsent && plan_is_ == PlanIs::made) {
-        found = rows.look();  // all are here, since the call is planned by them
+      // If the call is planned by them, all are here. Or nobody has looked yet.
+      const bool at_once =
+          plans_few && !of_unsent && (plan_is_ == PlanIs::made || plan_is_ == PlanIs::awaited);
+      if (at_once) {
+        found = rows.look();
       } else if (!wait_for(of_unsent || counts ? kLooksForInputs : 1, look, beside)) {
         return false;
       }
@@ -333,7 +336,7 @@ class Processor : Pace<P> {
         plan_is_ = PlanIs::made;
         continue;
       }
-      if (plans_few && (found != Counts::missing || (!of_unsent && plan_is_ == PlanIs::made))) {
+      if (at_once || (plans_few && found != Counts::missing)) {
         if (!find_few(rows, found, number, word, task)) {
           return false;
         }
@@ -358,22 +361,27 @@ class Processor : Pace<P> {
   /// plan is made. Else this part, and all behind it, are told in the ring. `found`: what a look at
   /// all counts has. False: leave.
   ///
+  /// The first look mostly finds none. Then some part is made of what is there, and forgotten: this
+  /// code is read for the first time while counts are on their way, and not when they are here.
+  ///
   /// Of later parts counts are looked at again, while the one before is computed: registers to keep
   /// them in are scarce. If one is not here then, somebody has overwritten it, and the call fails.
   bool find_few(const FewRows<P>& rows, typename FewRows<P>::Counts found, u32 number,
                 ReadyWord& word, Task& task) {
+    using Counts = typename FewRows<P>::Counts;
     const bool decided = plan_is_ == PlanIs::made;
-    plan_is_ = PlanIs::none;
-    if (found != FewRows<P>::Counts::here) {
-      if (decided) {
-        Failure failure = failure_of(rank_, call_, FailureKind::count_damaged, Actor::processor);
-        rows.name_damaged(failure);
-        rank_.fail(failure);
-      }
-      return !decided;
+    if (decided && found != Counts::here) {
+      Failure failure = failure_of(rank_, call_, FailureKind::count_damaged, Actor::processor);
+      rows.name_damaged(failure);
+      rank_.fail(failure);
+      return false;
+    }
+    if (found == Counts::too_many) {
+      plan_is_ = PlanIs::none;
+      return true;
     }
     u32 before = static_cast<u32>(FoundBy::nobody);
-    if (!decided && P::lane() == 0) {
+    if (!decided && found == Counts::here && P::lane() == 0) {
       // Relaxed: it publishes nothing and acquires nothing. Who plans has seen the counts himself,
       // and these say of which call they are. Of it and of what the subscriber exchanges for its
       // own answer (ArrivalsSubscriber::may_make_tiles) one comes first, and the other then sees
@@ -384,13 +392,16 @@ class Processor : Pace<P> {
     }
     Plan<P, FewRows<P>> plan(rows);
     plan.make();
-    const bool there = number < plan.parts();
+    const u32 its = found == Counts::here ? number : 0;
+    const bool there = its < plan.parts();
     if (there) {
-      word = plan.part(number + (MOEOS_PLANTED(another_part_is_found) ? 1 : 0), task);
+      word = plan.part(its + (MOEOS_PLANTED(another_part_is_found) ? 1 : 0), task);
     }
     const bool told = agreed<P>(before) == static_cast<u32>(FoundBy::subscriber) &&
                       !MOEOS_PLANTED(processors_plan_what_is_told);
-    plan_is_ = there && !told ? PlanIs::made : PlanIs::none;
+    plan_is_ = found == Counts::missing ? PlanIs::begun
+               : there && !told         ? PlanIs::made
+                                        : PlanIs::none;
     return true;
   }
 
@@ -484,7 +495,7 @@ class Processor : Pace<P> {
   Plan<P, OneSourceRows<P>> plan_;  // of a rank alone
   enum class PlanIs : u32 {
     awaited,
-    begun,  ///< some of the counts have come that it is made of
+    begun,  ///< some of the counts have come that it is made of; or it has been tried without
     made,
     none,  ///< parts are told in the ring
   } plan_is_;
