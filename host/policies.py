@@ -24,6 +24,9 @@ Layout = Literal["auto", "expert_major", "expert_major_persistent", "token_major
 Reduce = Literal["auto", "fused", "after"]
 """Who adds up partial sums: the kernel, or torch.distributed behind it."""
 
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+REDUCES: tuple[Reduce, ...] = get_args(Reduce)
+
 _NOT_BUILT: dict[str, str] = {
     "expert_major": "starts a kernel for each product, and moeos has one kernel, which is "
     "persistent: pass layout='expert_major_persistent'",
@@ -98,15 +101,15 @@ AUTO = Policy()
 
 def require_policy(layout: object, reduce: object) -> Policy:
     """What a layer's arguments say. Raises `ValueError` for others than there are."""
-    if layout not in get_args(Layout):
-        allowed = " or ".join(map(repr, get_args(Layout)))
+    if layout not in LAYOUTS:
+        allowed = " or ".join(map(repr, LAYOUTS))
         raise ValueError(f"layout is {layout!r}; it must be {allowed}")
-    if reduce not in get_args(Reduce):
-        allowed = " or ".join(map(repr, get_args(Reduce)))
+    if reduce not in REDUCES:
+        allowed = " or ".join(map(repr, REDUCES))
         raise ValueError(f"reduce is {reduce!r}; it must be {allowed}")
     if layout in _NOT_BUILT:
         raise ValueError(f"layout is {layout!r}, which {_NOT_BUILT[str(layout)]}")
-    return Policy(layout, reduce)  # type: ignore[arg-type]
+    return Policy(layout, reduce)
 
 
 # --- What calls cost: seconds of one rank of H200s ---

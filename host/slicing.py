@@ -18,7 +18,7 @@ import torch
 from moeos.config import MoEConfig
 from moeos.formats import FORMATS, HIDDEN_GROUP
 from moeos.placement import Placement
-from moeos.policies import AUTO, Policy, reduces_after, require_policy
+from moeos.policies import AUTO, Layout, Policy, Reduce, reduces_after, require_policy
 
 Parallel = Literal["expert", "tensor", "sharded_tokens"]
 """What ranks share out: whole experts, or slices of each. With "tensor" they have the same tokens.
@@ -35,10 +35,12 @@ those of shared experts, which are whole then."""
 
 
 class Arguments(TypedDict):
-    """How experts are cut, as a layer is told."""
+    """How experts are cut, and calls of slices computed, as a layer is told."""
 
     parallel: Parallel
     tensor_ranks: int
+    layout: Layout
+    reduce: Reduce
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,15 +168,20 @@ class Slicing:
 
     @property
     def parallel(self) -> Parallel:
-        """The argument that says it."""
+        """The argument that says it. One slice may have a policy, and is no whole expert then."""
         if not self.cuts:
-            return "expert"
+            return "expert" if self.policy == AUTO else "tensor"
         return "sharded_tokens" if self.apart else "tensor"
 
     @property
     def arguments(self) -> Arguments:
-        """The arguments of a layer that say it, but `output` and the policy."""
-        return {"parallel": self.parallel, "tensor_ranks": self.slices}
+        """The arguments of a layer that say it, but `output`."""
+        return {
+            "parallel": self.parallel,
+            "tensor_ranks": self.slices,
+            "layout": self.policy.layout,
+            "reduce": self.policy.reduce,
+        }
 
     def adds_bias(self, rank: int) -> bool:
         """Whether a rank adds b2, which all have whole: one does, to its partial sums."""

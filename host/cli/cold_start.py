@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-import moeos
-from moeos.commands import process_group
 from moeos.commands.device_reader import Reader
 from moeos.commands.meeting import Meeting
 
 
 class ColdStart:
-    """Prepares this rank's GPU for calls that begin so. Collective."""
+    """Prepares this rank's GPU for calls that begin so. Collective.
 
-    def __init__(self, world: moeos.World) -> None:
-        # Ranks of one process have nobody to meet: one launch begins them all. Processes have a
-        # control plane, whichever launcher started them, and that is all that their group needs.
-        self._group = None if world.control.shares_memory else process_group.start(world)
+    `group`: by which ranks meet. Those of one process have none, for one launch begins them all.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._reader = Reader()
-        self._meeting = Meeting(self._group)
+        self._meeting = Meeting(group)
         # The first meeting takes the host longer than the GPU rests, so it cannot be the call's.
         self._meeting.meet()
 
@@ -31,8 +29,3 @@ class ColdStart:
         """Readies the current stream for a call, which must be launched next. Collective."""
         self._reader.flush()
         self._meeting.meet()
-
-    def close(self) -> None:
-        """Ends what ranks met by, when the calls are over. Collective."""
-        if self._group is not None:
-            dist.destroy_process_group(self._group)

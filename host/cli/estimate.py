@@ -70,13 +70,13 @@ class Work:
             of a token, one to each rank where a call has many for it.
         combine_bytes: result rows returned to other ranks, likewise (`returned_bytes`); where
             experts are sliced, partial sums of other ranks' tokens, too, and the sums of this
-            rank's to all with the same ones.
+            rank's to all with the same ones, whether the kernel sends them or an all-reduce.
         count_bytes: to each other rank 8 for each of its X places of an expert, for which call the
             rank makes, and, if it has tokens, for where results go. To one with the same tokens, 8
             for which call it is and 8 for of what.
         flag_bytes: 4 for each chunk sent to another rank, for each chunk that a tile's segment of
             another rank's rows touches, and for each pair sent to a rank that gets tokens once.
-            To one with the same tokens, for each group of them whose sums are sent.
+            To one with the same tokens, for each group of them whose sums the kernel sends.
         bytes_by_peer: all four to each rank, and 0 to rank 0 itself.
     """
 
@@ -311,7 +311,8 @@ def _work_of_slice(cfg: MoEConfig, ranks: int, tokens: int, slicing: Slicing) ->
     cut, others = slicing.cut(cfg), slicing.slices - 1
     whole = work_of(cut, slicing.holders(ranks), tokens)
     sizes = _sizes_of(cut, ranks, slicing)
-    groups = [sizes.sum_groups(tokens, owner) for owner in range(slicing.slices)]
+    left = slicing.leaves_partials(cut, tokens, counted=False)
+    groups = [0 if left else sizes.sum_groups(tokens, owner) for owner in range(slicing.slices)]
     rows = [n * cfg.hidden * cfg.dtype.itemsize for n in slicing.sums_sent(0, ranks, tokens)]
     flags = [0, *(4 * (groups[0] + its) for its in groups[1:])]
     counts = [0] + [2 * 8] * others

@@ -76,7 +76,7 @@ def rank_memory(
         ValueError: the machine does not have such a layer, or a bound does not fit.
     """
     node = ranks if ranks_per_node is None else ranks_per_node
-    sizes = _sizes_of(cfg, ranks, backend, processors, virtual, node < ranks, slicing)
+    sizes = sizes_of(cfg, ranks, backend, processors, virtual, node < ranks, slicing)
     heap = SharedHeap().with_shape(sizes).size
     cells = sizes.cells * sizes.cell_places * sizes.sent_bytes
     return RankMemory(
@@ -112,15 +112,16 @@ def require(needed: Mapping[str, int], available: int, where: str, advice: str) 
         )
 
 
-def _sizes_of(
+def sizes_of(
     cfg: MoEConfig,
     ranks: int,
     backend: Backend,
     processors: int,
-    virtual: bool,
-    remote: bool,
-    slicing: Slicing,
+    virtual: bool = False,
+    remote: bool = False,
+    slicing: Slicing = WHOLE,
 ) -> _runtime.Sizes:
+    """Of a rank; arguments are as of `rank_memory`. `remote`: whether some peers get puts."""
     cut, (_, world) = slicing.cut(cfg), slicing.place(0, ranks)
     local = cfg.experts_per_rank(slicing.holders(ranks)) if slicing.apart else 0
     rows = slicing.sizes(cut)

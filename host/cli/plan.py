@@ -9,20 +9,21 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 
-from moeos import kernel_shape
+from moeos import kernel_shape, policies
 from moeos.cli import estimate, memory
 from moeos.cli.estimate import Sizes, Work
 from moeos.cli.memory import RankMemory
+from moeos.cli.slices import SliceOptions
 from moeos.commands import failures, machine, output
-from moeos.commands.options import ParallelOption, TensorRanks
+from moeos.commands.options import LayoutOption, ParallelOption, ReduceOption, TensorRanks
 from moeos.config import MoEConfig, RowMap
 from moeos.rates import H200_BLOCKS, H200_GEMM_FLOPS, H200_LINK_BYTES, H200_MEMORY_BYTES
-from moeos.slicing import Slicing, slicing_of
+from moeos.slicing import Slicing
 from moeos.world import Backend
 
 _SIZE_ROWS = (
@@ -52,6 +53,8 @@ def plan(
     ranks: Annotated[int, typer.Option(help="Ranks of the world.")] = 8,
     parallel: ParallelOption = "expert",
     tensor_ranks: TensorRanks = None,
+    layout: LayoutOption = "auto",
+    reduce: ReduceOption = "auto",
     tokens: Annotated[
         int | None, typer.Option(help="Tokens of each rank in a call; else max_tokens.")
     ] = None,
@@ -74,8 +77,7 @@ def plan(
     options = PlanOptions(
         config=config,
         ranks=ranks,
-        parallel=parallel,
-        tensor_ranks=tensor_ranks,
+        slices=SliceOptions(parallel, tensor_ranks, layout, reduce),
         tokens=tokens,
         layers=layers,
         ranks_per_node=ranks_per_node,
@@ -91,8 +93,7 @@ class PlanOptions:
 
     config: Path
     ranks: int = 8
-    parallel: str = "expert"
-    tensor_ranks: int | None = None
+    slices: SliceOptions
     tokens: int | None = None
     layers: int = 1
     ranks_per_node: int | None = None
@@ -139,10 +140,10 @@ def execute(options: PlanOptions) -> int:
             )
         if not 0 < options.network < math.inf:
             raise ValueError(f"--network is {options.network:g}; it must be GB/s, above 0")
-    slicing = slicing_of(options.parallel, "replicated", ranks, options.tensor_ranks)
+    slicing = options.slices.slicing(ranks)
     if slicing.sums and options.node < ranks:
         raise ValueError(
-            f"--ranks-per-node is {options.node}, and --parallel {options.parallel} has no peers "
+            f"--ranks-per-node is {options.node}, and --parallel {slicing.parallel} has no peers "
             "over a network: leave it out, or plan --parallel expert"
         )
     sizes = estimate.sizes_by_row_map(cfg, ranks, slicing)
@@ -151,12 +152,14 @@ def execute(options: PlanOptions) -> int:
     work = estimate.work_of(cfg, ranks, tokens, slicing)
     saved = estimate.saved_bytes(cfg, ranks, tokens, slicing)
     backend, why = _backend_of(slicing.cut(cfg))
+    processors = H200_BLOCKS - 1 if backend == "cuda" else 1
+    policy = _policy_of(cfg, ranks, tokens, slicing, backend, processors)
     needed = memory.rank_memory(
         cfg,
         ranks,
         layers,
         backend=backend,
-        processors=H200_BLOCKS - 1 if backend == "cuda" else 1,
+        processors=processors,
         ranks_per_node=options.ranks_per_node,
         slicing=slicing,
     )
@@ -181,6 +184,7 @@ def execute(options: PlanOptions) -> int:
             ],
             "sizes": {row_map: dataclasses.asdict(found) for row_map, found in sizes.items()},
             "call": dataclasses.asdict(work),
+            **policy,
             "saved_bytes": saved,
             "network_bytes": work.bytes_over_network(options.node),
             "floor_seconds": work.floors(options.node, options.network_rate),
@@ -189,6 +193,7 @@ def execute(options: PlanOptions) -> int:
     _print_sizes(cfg, options.config, ranks, weights, sizes, slicing)
     _print_memory(needed, backend, why, options, places)
     _print_work(work, options.node, saved, slicing)
+    _print_policy(policy)
     _print_floors(work, options)
     if cfg.dtype == torch.float32:
         print("the layer is float32: its GEMMs are slower than the BF16 rate above")
@@ -314,6 +319,41 @@ def _print_work(work: Work, node: int, saved: Mapping[str, int], slicing: Slicin
     )
     print(f"\na call with {work.tokens} tokens {what}", flush=True)
     output.tables(1).print(made)
+
+
+def _policy_of(
+    cfg: MoEConfig, ranks: int, tokens: int, slicing: Slicing, backend: Backend, processors: int
+) -> dict[str, Any]:
+    """How a call of slices is computed, and the costs by which that is chosen unless it is forced;
+    nothing where experts are whole. Raises `ValueError` for a layout that the layer cannot have.
+    """
+    if not slicing.sums:
+        return {}
+    cut = slicing.cut(cfg)
+    sizes = memory.sizes_of(cfg, ranks, backend, processors, slicing=slicing)
+    slicing.policy.require_fits(cut, sizes)
+    in_place = sizes.reads_in_place(tokens)
+    left = slicing.leaves_partials(cut, tokens, counted=False)
+    return {
+        "layout": "gathered" if in_place else "expert_major_persistent",
+        "reduce": "after" if left else "fused",
+        "seconds_by_layout": {
+            "gathered": policies.boxes(cut, tokens),
+            "expert_major_persistent": policies.copies(cut, tokens),
+        },
+        "seconds_by_reduce": {
+            "fused": policies.fused(cut, tokens, slicing.slices),
+            "after": policies.after(cut, tokens, slicing.slices),
+        },
+    }
+
+
+def _print_policy(found: Mapping[str, Any]) -> None:
+    for name, what in (("layout", "before products"), ("reduce", "with products")):
+        if name in found:
+            costs = found[f"seconds_by_{name}"].items()
+            each = ", ".join(f"{policy} {output.duration(cost)}" for policy, cost in costs)
+            print(f"{name} {found[name]}; the costs' model, {what}: {each}")
 
 
 def _products(work: Work) -> tuple[str, str]:

@@ -27,16 +27,25 @@ from moeos.cli import estimate, memory, report, worlds
 from moeos.cli.check import Checker, CheckResult
 from moeos.cli.outputs import Outputs
 from moeos.cli.report import RankReport
+from moeos.cli.slices import SliceOptions, may_all_reduce, ranks_of_torch
 from moeos.cli.tensors import piece, read_rows
 from moeos.cli.text import read_documents
 from moeos.cli.totals import Totals
 from moeos.cli.workload import GivenTokens, RandomTokens, TextTokens, Workload, generator_of
 from moeos.commands import failures, machine, output
-from moeos.commands.options import Backend, Deadline, ParallelOption, TensorRanks, VirtualRanks
+from moeos.commands.options import (
+    Backend,
+    Deadline,
+    LayoutOption,
+    ParallelOption,
+    ReduceOption,
+    TensorRanks,
+    VirtualRanks,
+)
 from moeos.commands.routing import PATTERNS, check_pattern, parse_pattern
 from moeos.commands.settings import RunSettings, check_tokens, read_settings
 from moeos.metrics import Metrics
-from moeos.slicing import Slicing, slicing_of
+from moeos.slicing import Slicing
 
 MAX_ITERATIONS = 10_000
 """The most calls of one run: each rank reports the numbers of each."""
@@ -49,8 +58,7 @@ class RunOptions:
     """What the command line says; None where the config decides."""
 
     config: Path
-    parallel: str = "expert"
-    tensor_ranks: int | None = None
+    slices: SliceOptions
     tokens: int | None = None
     iterations: int | None = None
     routing: str | None = None
@@ -81,10 +89,12 @@ class _Plan:
         rows: of --input on this rank, or None.
         weights: of a Hugging Face block, or None for those that the layer draws.
         slicing: how experts are cut. Ranks with slices of the same ones have the same tokens.
+        all_reduces: whether the layer may leave partial sums to torch.distributed.
     """
 
     cfg: moeos.MoEConfig
     slicing: Slicing
+    all_reduces: bool
     tokens: int
     calls: int
     varies: bool
@@ -99,6 +109,8 @@ def run(
     config: Annotated[Path, typer.Argument(help="TOML file of the layer, with a table [run].")],
     parallel: ParallelOption = "expert",
     tensor_ranks: TensorRanks = None,
+    layout: LayoutOption = "auto",
+    reduce: ReduceOption = "auto",
     tokens: Annotated[
         int | None,
         typer.Option(
@@ -161,8 +173,7 @@ def run(
     """
     options = RunOptions(
         config=config,
-        parallel=parallel,
-        tensor_ranks=tensor_ranks,
+        slices=SliceOptions(parallel, tensor_ranks, layout, reduce),
         tokens=tokens,
         iterations=iterations,
         routing=routing,
@@ -202,6 +213,13 @@ def _run(world: moeos.World, options: RunOptions) -> int:
     if speaks:
         _introduce(world, plan)
     failures.agree(world, lambda: _require_memory(world, plan, options), "the memory of the run")
+    with ranks_of_torch(world, wanted=plan.all_reduces):
+        return _call(world, options, plan)
+
+
+def _call(world: moeos.World, options: RunOptions, plan: _Plan) -> int:
+    """Makes the layer, calls it, compares and reports; the exit code."""
+    speaks = world.rank == 0
     torch.manual_seed(options.seed)
     layer = failures.agree(world, lambda: _make_layer(plan, world, options), "the layer")
 
@@ -246,8 +264,8 @@ def _run(world: moeos.World, options: RunOptions) -> int:
 
 def _prepare(world: moeos.World, options: RunOptions) -> _Plan:
     cfg = moeos.MoEConfig.from_toml(options.config)
-    slicing = slicing_of(options.parallel, "replicated", world.size, options.tensor_ranks)
-    slicing.cut(cfg)  # which raises where a size does not divide
+    slicing = options.slices.slicing(world.size)
+    all_reduces = may_all_reduce(world, cfg, slicing)  # raises where a size does not divide
     settings = read_settings(options.config)
     output.check_writable(options.json_file)
     output.check_writable(options.output_file, "--output")
@@ -279,7 +297,10 @@ def _prepare(world: moeos.World, options: RunOptions) -> _Plan:
         )
     varies = settings.vary_tokens and rows is None
     weights = None if options.weights is None else open_tensors(options.weights)
-    return _Plan(cfg, slicing, tokens, calls, varies, workload, source, generator, rows, weights)
+    return _Plan(
+        *(cfg, slicing, all_reduces, tokens, calls, varies),
+        *(workload, source, generator, rows, weights),
+    )
 
 
 def _workload(
@@ -403,6 +424,7 @@ def _introduce(world: moeos.World, plan: _Plan) -> None:
         sliced = ", with a slice of each expert"
     elif plan.slicing.cuts:
         sliced = f", {plan.slicing.slices} with slices of the same experts"
+    sliced += plan.slicing.policy.name
     print(
         f"{ranks} on the {world.backend}, {processors} each{sliced}\n"
         f"{cfg.experts} experts, top {cfg.top_k}, hidden {cfg.hidden}, intermediate "

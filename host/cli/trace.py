@@ -15,18 +15,28 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+import torch.distributed as dist
 import typer
 
 import moeos
 from moeos import drawing
 from moeos.cli import trace_report, worlds
 from moeos.cli.cold_start import ColdStart
+from moeos.cli.slices import SliceOptions, may_all_reduce, ranks_of_torch
 from moeos.cli.workload import Batch, RandomTokens, generator_of
 from moeos.commands import failures, machine, output, provenance
-from moeos.commands.options import Backend, Deadline, ParallelOption, TensorRanks, VirtualRanks
+from moeos.commands.options import (
+    Backend,
+    Deadline,
+    LayoutOption,
+    ParallelOption,
+    ReduceOption,
+    TensorRanks,
+    VirtualRanks,
+)
 from moeos.commands.routing import PATTERNS, check_pattern, parse_pattern
 from moeos.commands.settings import check_tokens, read_settings
-from moeos.slicing import Slicing, slicing_of
+from moeos.slicing import Arguments, Slicing
 from moeos.timeline import causes, chrome, files, gathering, picture
 from moeos.timeline.call import CallTrace
 from moeos.tracing import MAX_EVENTS, RankTrace
@@ -49,8 +59,7 @@ class TraceOptions:
     tokens: int | None = None
     experts: int | None = None
     ranks: int | None = None
-    parallel: str = "expert"
-    tensor_ranks: int | None = None
+    slices: SliceOptions
     backend: str = "auto"
     calls: int = 3
     cold: bool = False
@@ -58,6 +67,22 @@ class TraceOptions:
     seed: int = 0
     events: int = 4096
     deadline: float = 30.0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What this rank will run.
+
+    Attributes:
+        meets: whether ranks are those of a process group, too: by it they meet before a cold call,
+            and may add up partial sums.
+        batch: of each call.
+    """
+
+    cfg: moeos.MoEConfig
+    slicing: Slicing
+    meets: bool
+    batch: Batch
 
 
 def trace(
@@ -86,6 +111,8 @@ def trace(
     ranks: VirtualRanks = None,
     parallel: ParallelOption = "expert",
     tensor_ranks: TensorRanks = None,
+    layout: LayoutOption = "auto",
+    reduce: ReduceOption = "auto",
     backend: Backend = "auto",
     calls: Annotated[
         int, typer.Option(help="Calls with the same tokens before the one that is traced.")
@@ -115,8 +142,7 @@ def trace(
         tokens=tokens,
         experts=experts,
         ranks=ranks,
-        parallel=parallel,
-        tensor_ranks=tensor_ranks,
+        slices=SliceOptions(parallel, tensor_ranks, layout, reduce),
         backend=backend,
         calls=calls,
         cold=cold,
@@ -153,31 +179,38 @@ def execute(options: TraceOptions) -> int:
 
 
 def _run(world: moeos.World, options: TraceOptions) -> int:
-    cfg, batch = failures.agree(world, lambda: _prepare(world, options), "the input of the call")
+    plan = failures.agree(world, lambda: _prepare(world, options), "the input of the call")
+    with ranks_of_torch(world, wanted=plan.meets) as group:
+        traces = _call(world, options, plan, group)
+    if world.rank != 0:
+        return failures.DONE
+    return _conclude(options, traces, _about(world, options, plan, group))
+
+
+def _call(
+    world: moeos.World, options: TraceOptions, plan: _Plan, group: dist.ProcessGroup | None
+) -> list[RankTrace]:
+    """The last call's trace of all ranks on rank 0, as `gathering.gather` has it."""
     torch.manual_seed(options.seed)
-    cut = _slicing_of(world, options).arguments
-    layer = failures.agree(world, lambda: moeos.MoELayer(cfg, world, **cut), "the layer")
-    given = batch.on(layer.w1.device)
-    cold_start = ColdStart(world) if options.cold else None
+    cut = plan.slicing.arguments
+    layer = failures.agree(world, lambda: moeos.MoELayer(plan.cfg, world, **cut), "the layer")
+    given = plan.batch.on(layer.w1.device)
+    cold_start = ColdStart(group) if options.cold else None
     for _ in range(options.calls):
         layer(given.x, given.topk_ids, given.topk_weights)
     if cold_start is not None:
         cold_start.prepare()
     layer(given.x, given.topk_ids, given.topk_weights)
     layer.check()
-    if cold_start is not None:
-        cold_start.close()
-    traces = gathering.gather(world.control, layer.trace())
-    if world.rank != 0:
-        return failures.DONE
-    return _conclude(options, traces, _about(world, options, cfg, len(batch.x)))
+    return gathering.gather(world.control, layer.trace())
 
 
 def _about(
-    world: moeos.World, options: TraceOptions, cfg: moeos.MoEConfig, tokens: int
+    world: moeos.World, options: TraceOptions, plan: _Plan, group: dist.ProcessGroup | None
 ) -> dict[str, Any]:
     """What ran, in words and in full."""
     assert options.config is not None  # execute has seen to it
+    cfg, tokens = plan.cfg, len(plan.batch.x)
     device = machine.gpus()[0] if world.backend == "cuda" else f"the twin, {machine.processor()}"
     return {
         "what": (
@@ -187,7 +220,7 @@ def _about(
         "commit": provenance.commit(),
         "config": json.loads(cfg.digest()),
         "backend": world.backend,
-        **_slicing_of(world, options).arguments,
+        **_arguments_of_call(plan, group),
         "tokens": tokens,
         "calls_before": options.calls,
         "cold": options.cold,
@@ -197,11 +230,17 @@ def _about(
     }
 
 
-def _slicing_of(world: moeos.World, options: TraceOptions) -> Slicing:
-    return slicing_of(options.parallel, "replicated", world.size, options.tensor_ranks)
+def _arguments_of_call(plan: _Plan, group: dist.ProcessGroup | None) -> Arguments:
+    """Those of the layer; and of slices who has added up in the call, whatever was asked."""
+    slicing, tokens = plan.slicing, len(plan.batch.x)
+    if not slicing.sums:
+        return slicing.arguments
+    cut = slicing.cut(plan.cfg)
+    left = group is not None and slicing.leaves_partials(cut, tokens, counted=False)
+    return {**slicing.arguments, "reduce": "after" if left else "fused"}
 
 
-def _prepare(world: moeos.World, options: TraceOptions) -> tuple[moeos.MoEConfig, Batch]:
+def _prepare(world: moeos.World, options: TraceOptions) -> _Plan:
     assert options.config is not None  # execute has seen to it
     cfg = moeos.MoEConfig.from_toml(options.config)
     if options.experts is not None:
@@ -213,15 +252,16 @@ def _prepare(world: moeos.World, options: TraceOptions) -> tuple[moeos.MoEConfig
     if options.cold and world.backend != "cuda":
         raise ValueError(f"--cold empties a GPU's L2 cache, which backend {world.backend} lacks")
     pattern = parse_pattern(options.routing)
-    slicing = _slicing_of(world, options)
-    slicing.cut(cfg)  # which raises where a size does not divide
+    slicing = options.slices.slicing(world.size)
+    meets = may_all_reduce(world, cfg, slicing)  # which raises where a size does not divide
+    meets |= options.cold and not world.control.shares_memory
     place, places = slicing.place(world.rank, world.size)
     check_pattern(pattern, cfg, places)
     tokens = settings.tokens if options.tokens is None else options.tokens
     tokens = cfg.max_tokens if tokens is None else tokens
     check_tokens(tokens, cfg)
     workload = RandomTokens(cfg, places, pattern, generator_of(options.seed, place))
-    return cfg, workload.draw(tokens)
+    return _Plan(cfg, slicing, meets, workload.draw(tokens))
 
 
 def _check_files(options: TraceOptions) -> None:

@@ -123,7 +123,7 @@ def to_peers_of(
     received = [trace.received.sum(axis=1) for trace in call.ranks]
     rows = {"product1": sum(int(of.sum() - of[rank]) for rank, of in enumerate(received))}
     slicing = _slicing_of(about, ranks)
-    if slicing.sums:
+    if _adds_up(slicing):
         sent = [slicing.sums_sent(rank, ranks, about["tokens"]) for rank in range(ranks)]
         rows["combine"] = sum(map(sum, sent))
     if slicing.sums and slicing.holders(ranks) == 1:
@@ -168,15 +168,21 @@ def weights_of(call: CallTrace, about: Mapping[str, Any]) -> dict[str, Weights]:
 
 def _slicing_of(about: Mapping[str, Any], ranks: int) -> Slicing:
     """Who wrote before experts were sliced did not say how."""
-    parallel = about.get("parallel", WHOLE.parallel)
-    return slicing_of(parallel, "replicated", ranks, about.get("tensor_ranks"))
+    given: dict[str, Any] = {**WHOLE.arguments, "tensor_ranks": None, **about}
+    names = ("tensor_ranks", "layout", "reduce")
+    return slicing_of(given["parallel"], "replicated", ranks, *(given[name] for name in names))
+
+
+def _adds_up(slicing: Slicing) -> bool:
+    """Whether the kernel has: what adds up behind it leaves no part."""
+    return slicing.sums and slicing.policy.reduce != "after"
 
 
 def _sums_read(about: Mapping[str, Any], ranks: int) -> int:
     """Rows of partial sums that all owners add up, and of sums that all others copy."""
     slicing = _slicing_of(about, ranks)
     of_group = about["tokens"] * (2 * slicing.slices - 1)
-    return slicing.holders(ranks) * of_group if slicing.sums else 0
+    return slicing.holders(ranks) * of_group if _adds_up(slicing) else 0
 
 
 def _config_of(about: Mapping[str, Any], ranks: int) -> MoEConfig | None:

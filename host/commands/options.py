@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that several commands have: which world they make, and what its ranks share out."""
+"""Options that several commands have: which world they make, what its ranks share out, and how."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from moeos.bootstrap import BACKENDS
+from moeos.policies import LAYOUTS, REDUCES
 from moeos.slicing import PARALLELS
 
 Backend = Annotated[str, typer.Option(help=f"{', '.join(BACKENDS)}.")]
@@ -23,6 +24,20 @@ TensorRanks = Annotated[
     typer.Option(
         "--tensor-ranks",
         help="Of the ranks, those with slices of the same experts, which divides them; else all.",
+    ),
+]
+LayoutOption = Annotated[
+    str,
+    typer.Option(
+        "--layout",
+        help="With --parallel tensor, where first products read rows: " + ", ".join(LAYOUTS) + ".",
+    ),
+]
+ReduceOption = Annotated[
+    str,
+    typer.Option(
+        "--reduce",
+        help="With --parallel tensor, who adds up partial sums: " + ", ".join(REDUCES) + ".",
     ),
 ]
 Deadline = Annotated[float, typer.Option(help="Seconds after which a wait for another rank fails.")]

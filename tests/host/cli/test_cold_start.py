@@ -14,6 +14,7 @@ from torch import Tensor
 import moeos
 from moeos.commands import device_reader, process_group
 from moeos.control import SoloControl
+from moeos.slicing import WHOLE
 from moeos.timeline import gathering
 from moeos.world import TwinOptions
 from tests.host.cli import commands
@@ -48,10 +49,8 @@ class RecordingLayer:
 
     record: list[str]
 
-    def __init__(
-        self, cfg: moeos.MoEConfig, world: moeos.World, *, parallel: str, tensor_ranks: int
-    ) -> None:
-        assert (parallel, tensor_ranks) == ("expert", 1)
+    def __init__(self, cfg: moeos.MoEConfig, world: moeos.World, **slices: object) -> None:
+        assert slices == WHOLE.arguments
         self.w1 = torch.zeros(0)
 
     def __call__(self, *_: object) -> None:
@@ -89,6 +88,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch, "ones", lambda size, device: torch.zeros(size))
     monkeypatch.setattr(torch.cuda, "_sleep", noting("rest"))
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "destroy_process_group", noting("disconnect"))
     return found
 

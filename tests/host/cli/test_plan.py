@@ -114,6 +114,33 @@ def test_experts_that_are_sliced_have_a_plan(tmp_path: Path) -> None:
     assert plan["call"]["combine_bytes"] == 2 * cfg.max_tokens * 3 // 4 * cfg.hidden * 2
 
 
+def test_a_plan_of_slices_says_how_a_call_is_computed_and_why() -> None:
+    options = ("--ranks", 4, "--parallel", "tensor", "--tokens")
+    few, many = (planned(QWEN, *options, tokens) for tokens in (8, 4096))
+    assert (few["layout"], many["layout"]) == ("gathered", "expert_major_persistent")
+    for plan in (few, many):
+        assert plan["reduce"] == "fused"
+        for what in ("layout", "reduce"):
+            costs = plan[f"seconds_by_{what}"]
+            assert plan[what] == min(costs, key=costs.get)
+    forced = ("--layout", "expert_major_persistent", "--reduce", "after")
+    plan = planned(QWEN, *options, 8, *forced)
+    assert (plan["layout"], plan["reduce"]) == forced[1::2]
+    assert plan["seconds_by_reduce"] == few["seconds_by_reduce"]
+    # What an all-reduce sends is what the kernel would, but for flags.
+    assert plan["call"]["combine_bytes"] == few["call"]["combine_bytes"]
+    assert plan["call"]["flag_bytes"] == 0 < few["call"]["flag_bytes"]
+    assert plan["call"]["tasks"]["combine"] < few["call"]["tasks"]["combine"]
+    assert "reduce after; the costs' model" in invoke(QWEN, *options, 8, *forced)[1]
+    assert "seconds_by_layout" not in planned(QWEN, "--ranks", 4)
+
+
+def test_a_plan_refuses_a_layout_that_some_call_cannot_have() -> None:
+    code, _, err = invoke(QWEN, "--ranks", 4, "--parallel", "tensor", "--layout", "gathered")
+    assert code == 2
+    assert "Lower max_tokens, which is 8192" in err
+
+
 def test_a_plan_of_slices_with_tokens_of_each_ranks_own_has_no_sums() -> None:
     code, out, err = invoke(QWEN, "--ranks", 4, "--parallel", "sharded_tokens")
     assert (code, err) == (0, "")

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from moeos import MoELayer, PeerTimeout, host_memory
 from tests.host.cli import commands
-from tests.processes import ROOT
+from tests.processes import MOEOS, ROOT, forked
 
 CONFIG = """
 hidden = 32
@@ -194,6 +194,38 @@ def test_sliced_experts_say_so_and_write_each_token_once(config: Path, tmp_path:
     for other in written[1:]:
         assert torch.equal(other["x"], written[0]["x"])
         assert torch.allclose(other["y"], written[0]["y"], atol=1e-5)
+
+
+def test_a_layout_of_slices_is_what_the_options_say(config: Path) -> None:
+    config.write_text(CONFIG.replace("64", "4"))
+    options = ("--virtual-ranks", 2, "--parallel", "tensor", "--layout", "gathered")
+    document = results(config, *options, "--reduce", "fused")
+    assert document["max_relative_error"] <= document["tolerance"]
+    assert (document["layout"], document["reduce"]) == ("gathered", "fused")
+    assert {rank["tasks"]["dispatch"] for rank in document["by_rank"]} == {0}
+    assert "layout='gathered'" in invoke(config, *options)[1]
+    code, _, err = invoke(config, *options[:2], "--layout", "gathered")
+    assert code == 2
+    assert "pass parallel='tensor'" in err
+
+
+def test_processes_add_up_partial_sums_behind_the_kernel(config: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    options = ("--parallel", "tensor", "--reduce", "after", "--backend", "twin")
+    ended = forked(2, MOEOS, "run", str(config), *options, "--json", str(path))
+    assert (ended.returncode, ended.stderr) == (0, "")
+    document = json.loads(path.read_text())
+    assert document["max_relative_error"] <= document["tolerance"]
+    assert document["reduce"] == "after"
+    assert [rank["row_bytes_to_peers"] for rank in document["by_rank"]] == [0, 0]
+
+
+def test_ranks_of_one_process_have_nobody_to_add_up_behind_the_kernel(config: Path) -> None:
+    options = ("--virtual-ranks", 2, "--parallel", "tensor", "--reduce", "after")
+    code, _, err = invoke(config, *options)
+    assert code == 2
+    assert "--reduce is after, and torch.distributed" in err
+    assert "give --reduce fused" in err
 
 
 def test_sizes_that_slices_do_not_divide_are_refused(config: Path) -> None:

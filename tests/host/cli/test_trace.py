@@ -227,12 +227,27 @@ def test_a_call_of_sliced_experts_is_traced(config: Path, tmp_path: Path) -> Non
     work = {kind: done["total"] for kind, done in summary["work"].items()}
     assert work["product1"] == 2 * rows * intermediate // 2 * hidden
     assert work["combine"] == (rows + 3 * 200) * hidden * 4
+    assert summary["reduce"] == "fused"  # whatever was asked
     # Partial sums of the other's tokens, and the sums of its own.
     assert summary["to_peers"]["combine"]["total"] == 2 * 200 * hidden * 4
     assert [link["kind"] for link in summary["chain"]] == ["combine"]  # no event says more
     code, out, err = invoke("--load", saved)
     assert code == 0, err
     assert "combine" in out
+
+
+def test_a_call_whose_sums_are_added_up_behind_the_kernel_sends_none_in_it(
+    config: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "summary.json"
+    options = ("--tokens", "60", "--parallel", "tensor", "--reduce", "after", "--backend", "twin")
+    ended = forked(2, MOEOS, "trace", str(config), *options, "--json", str(path))
+    assert (ended.returncode, ended.stderr) == (0, "")
+    summary = json.loads(path.read_text())
+    assert summary["reduce"] == "after"
+    rows = 2 * 60 * 2  # of both ranks: each has half of every expert
+    assert summary["work"]["combine"]["total"] == rows * summary["config"]["hidden"] * 4
+    assert "combine" not in summary["to_peers"]
 
 
 def test_a_call_of_sharded_tokens_is_traced(config: Path) -> None:
