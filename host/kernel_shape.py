@@ -211,15 +211,15 @@ class KernelShape:
         return cfg, cut, self.slicing.sizes(cfg)
 
     def _cut_of_gradients(self) -> _Cut:
-        """Of routed experts alone, and without narrow tiles. What parts a row has:
-        kernels/sm90/gradient_rows.cuh, which checks these bytes.
+        """Of routed experts alone, and without narrow tiles. Each slice gets all sums. What parts a
+        row has: kernels/sm90/gradient_rows.cuh, which checks these bytes.
         """
         cfg = routed_alone(self.cfg)
         size = cfg.dtype.itemsize
         hidden = cfg.hidden * size
         columns = -(-cfg.intermediate // DEPTH) * DEPTH
         product0_parts, product1_parts = parts(cfg, VALUE_COLUMNS, _STAGE_COLUMNS)
-        sent = _align(2 * hidden + cfg.slots * _CHOICE_BYTES)
+        sent = _align(2 * hidden + self.slicing.pairs(cfg) * _CHOICE_BYTES)
         kept = _align((3 if cfg.gated else 2) * columns * size + 4 * product0_parts + 4)
         if self.world_size > 1:  # a peer may send again before weights have their gradients
             kept += 2 * hidden
@@ -235,7 +235,8 @@ class KernelShape:
             "dedup_after": _dedup_after(cfg, self.world_size),
             "up_front_rows": _NARROW_ROWS,
         }
-        return cfg, cut, of_gradients(sent, kept)
+        rows = dataclasses.replace(self.slicing, everywhere=True).sizes(cfg)
+        return cfg, cut, {**rows, **of_gradients(sent, kept)}
 
 
 def check_supported(cfg: MoEConfig) -> None:

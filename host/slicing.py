@@ -162,11 +162,6 @@ class Slicing:
                 )
 
     @property
-    def no_backward(self) -> str:
-        """Why a layer that is cut so has none on a GPU, behind "has no backward"."""
-        return f" on a GPU with parallel={self.parallel!r}, but with parallel='expert'"
-
-    @property
     def parallel(self) -> Parallel:
         """The argument that says it. One slice may have a policy, and is no whole expert then."""
         if not self.cuts:

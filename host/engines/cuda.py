@@ -192,7 +192,7 @@ class CudaEngine:
     def no_backward(self) -> str | None:
         """See `Engine.no_backward`."""
         if self._slicing.cuts:
-            return self._slicing.no_backward
+            return None
         return why_no_backward(self._placement)
 
     @property
@@ -294,8 +294,8 @@ class CudaEngine:
             shape = dataclasses.replace(self._shape, gradients=True, saves=saves)
             kernel = self._compiled(shape, "the kernel of gradients")
             assert cuda_gradients.sizes_agree(self._shape.sizes, shape.sizes)
-            key = (shape.cfg, shape.places, "gradients")
-            mine = self._shared.admit(key, shape.sizes, self._peers, self._device)
+            key = (shape.cfg, shape.places, self._slicing, "gradients")
+            mine = self._shared.admit(key, shape.sizes, self._peers, self._device, self._slicing)
             blocks = torch.cuda.get_device_properties(self._device).multi_processor_count
 
             def make() -> CudaGradients:
@@ -342,6 +342,7 @@ class CudaEngine:
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
         identity = calls.identity(self._number, tensors.pieces)
         rule, w1_rows = self._saved_rows, self._shape.cfg.w1_rows
+        self._left = False
         with torch.cuda.device(self._device):
             saved = saved_tensors.room_for(rule, w1_rows, tensors.x, tensors.pieces)
             shares = saved_tensors.shares_of(rule, saved, tensors.x, tensors.pieces)
@@ -356,6 +357,7 @@ class CudaEngine:
                         self._offsets,
                         here,
                         slots,
+                        pairs=self._slicing.slices if self._slicing.apart else 1,
                         zero_experts=self._shape.cfg.zero_experts > 0,
                         expert_at=self._holdings.expert_at,
                     )
@@ -402,6 +404,8 @@ class CudaEngine:
         self._last = made.shape
         sent_bytes = made.shape.sizes.sent_bytes
         sent = torch.empty((piece.tokens, sent_bytes), dtype=torch.uint8, device=self._device)
+        if piece.b2 is not None and not self._adds_bias:
+            piece = piece._replace(b2=self._zeros_like_b2(piece.b2))
         made.arguments.pack(piece, share, sent, identity)
         self._start(made, identity)
         if cuda_gradients.wants_weights(piece):
@@ -479,9 +483,12 @@ class CudaEngine:
         """The call with zeros for b2, which the rank of another slice adds."""
         if tensors.b2 is None:
             return tensors
+        return tensors._replace(b2=self._zeros_like_b2(tensors.b2))
+
+    def _zeros_like_b2(self, b2: torch.Tensor) -> torch.Tensor:
         if self._no_bias is None:
-            self._no_bias = torch.zeros_like(tensors.b2)
-        return tensors._replace(b2=self._no_bias)
+            self._no_bias = torch.zeros_like(b2)
+        return self._no_bias
 
     def _launch(self, kernel: LoadedKernel, launch: Launch, stream: int) -> None:
         """Launches a call behind the world's last one, whose stream it mostly shares."""

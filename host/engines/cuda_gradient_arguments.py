@@ -36,8 +36,8 @@ _MAPS = (
 _SAVED = struct.Struct("<QI")  # saved, saved_of_source
 SAVING_RECORD_BYTES = RECORD_BYTES + MAP_ALIGNMENT
 """Of one rank's record of a forward call that saves, and of the begin of every other here."""
-# d_out, d_x, d_topk_weights, d_w1, d_w2, d_b1, d_b2; blocks, experts
-_CALL = struct.Struct("<7Q2I")
+# d_out, d_x, d_topk_weights, d_w1, d_w2, d_b1, d_b2, d_x_added, d_shared; blocks, experts
+_CALL = struct.Struct("<9Q2I")
 _CALL_AT = SAVING_RECORD_BYTES + len(_MAPS) * MAP_BYTES
 GRADIENT_RECORD_BYTES = -(-(_CALL_AT + _CALL.size) // MAP_ALIGNMENT) * MAP_ALIGNMENT
 """Of one rank's record; a launch of virtual ranks is given one for each, in rank order."""
@@ -158,6 +158,7 @@ class GradientPacker:
             self._pack_weights(t.w1, t.w2)
             self._weights = weights
         written = (t.d_out, t.d_x, t.d_topk_weights, t.d_w1, t.d_w2, t.d_b1, t.d_b2)
+        written += (t.d_x_added, t.d_shared)
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in written]
         _CALL.pack_into(self._bytes, _CALL_AT, *addresses, self._blocks, len(t.w1))
 

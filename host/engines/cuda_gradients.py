@@ -106,19 +106,21 @@ def routing_in(
     rows: int,
     slots: int,
     *,
+    pairs: int = 1,
     zero_experts: bool,
     expert_at: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Copies of the routing that the last call of a shape has left in its tables.
 
-    `zero_experts`: whether a pair without a place may have one of these, which the tables name
-    where another pair's row would lie. `expert_at`: int32, of each place its expert; None: a place
-    has its expert's number.
+    `pairs`: of a slot, with the slices of its expert. `zero_experts`: whether a pair without a
+    place may have one of these, which the tables name where another pair's row would lie.
+    `expert_at`: int32, of each place its expert; None: a place has its expert's number.
     """
 
     def of_call(name: str, dtype: torch.dtype) -> Tensor:
         begin = offsets[name]
-        return tables[begin : begin + rows * slots * dtype.itemsize].view(dtype).view(rows, slots)
+        end = begin + rows * slots * pairs * dtype.itemsize
+        return tables[begin:end].view(dtype).view(rows, slots, pairs)[:, :, 0]
 
     places, weights = of_call("pair_expert", torch.int32), of_call("pair_weight", torch.float32)
     ids = places

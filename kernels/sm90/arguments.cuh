@@ -109,6 +109,11 @@ struct SavingArguments : RankArguments {
   u32 saved_of_source;           // rows of each source; 0: none
 };
 
+/// A rank's number among those with which it shares out experts.
+inline u32 holder_of(const RankArguments& mine) {
+  return kSliced ? mine.rank / kGeometry.slices % kGeometry.world : mine.rank;  // of one, 0
+}
+
 /// The rank that a block works for. Each thread has its own, and each role: so every address in it
 /// is a constant or a register away, and no register is kept from one role to the next. `os`: of an
 /// OS block. `memory`: the rank's.
@@ -118,7 +123,7 @@ inline Rank<Machine> rank_of(const RankArguments& mine, u8* os, const MemoryPart
           RankMemory(kGeometry, memory),
           OsMemory(kGeometry, os),
           mine.heap,
-          kSliced ? mine.rank / kGeometry.slices % kGeometry.world : mine.rank,  // of one, 0
+          holder_of(mine),
           mine.deadline_ns,
           kSliced ? mine.rank % kGeometry.slices : 0};
 }

@@ -74,7 +74,7 @@ struct PairRow {
 /// Rows that are added up for a token: of its experts; and of any Combine, at most.
 inline constexpr u32 kExpertSummands = kGeometry.top_k + (kShares ? 1 : 0);
 inline constexpr u32 kSummands =
-    kSliced ? maximum(kExpertSummands, kGeometry.slices) : kExpertSummands;
+    kSliced && !kGradients ? maximum(kExpertSummands, kGeometry.slices) : kExpertSummands;
 /// Tokens of a Combine part, at most.
 inline constexpr u32 kCombined =
     kSliced ? maximum(kGeometry.combine_tokens(kGeometry.max_tokens), kGeometry.sum_group_most())
@@ -84,9 +84,9 @@ inline constexpr u32 kCombined =
 struct CombineRows {
   static constexpr u32 kTokens = kCombined;
   static constexpr u32 kRows = kTokens * kSummands;
-  u32 token[kTokens];  // or, of one whose sum is a partial one, its place (place_of_partial)
+  u32 token[kTokens];  // or, of one whose output is a partial sum, its place (place_of_partial)
   PairRow row[kRows];  // [token of the part * kSummands + j]: its pairs', then the shared experts',
-                       // then none; or those of slices
+                       // then none; or those of slices, unless they are gradients
 };
 
 /// A claimed part, whose descriptor lies in Shared::tasks; `word` of epoch 0 means: leave.

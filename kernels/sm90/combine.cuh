@@ -101,11 +101,13 @@ inline u64 result_at(const Layout& layout, u32 nth, u32 row) {
 }
 
 /// The fetch warp, of a part's tokens that it has looked up: notes where their partial sums go, if
-/// that is not the output, and that slices add no rows to these.
+/// that is not the output, and that slices add no rows to these. Of gradients the consumers find
+/// it.
 inline void note_partials(const RankArguments& arguments, const Call& call, const Task& task,
                           CombineRows& rows) {
   static_assert(CombineRows::kTokens <= Machine::kLanes);
-  if (task.kind != TaskKind::combine || summands_of(kGeometry, task) != Summands::pairs) {
+  if (kGradients || task.kind != TaskKind::combine ||
+      summands_of(kGeometry, task) != Summands::pairs) {
     return;
   }
   __syncwarp();  // the lanes have noted them
@@ -126,6 +128,12 @@ inline void note_partials(const RankArguments& arguments, const Call& call, cons
 /// The fetch warp, of tokens whose sums over slices are here.
 inline void look_up_sums(const RankArguments& arguments, const Call& call, const Task& task,
                          CombineRows& rows) {
+  if constexpr (kGradients) {  // the consumers read them where they are
+    for (u32 i = Machine::lane(); i < task.rows; i += Machine::kLanes) {
+      rows.token[i] = task.first_ready + i;
+    }
+    return;
+  }
   const Summands summands = summands_of(kGeometry, task);
   const Rank<Machine> rank = rank_of_look(arguments);
 #pragma unroll 1
@@ -227,7 +235,9 @@ inline void load_tokens(const RankArguments& arguments, const Rank<Machine>& ran
   if (task.rows == 0) {
     combined = list_unsent(rank, call, map, task, loader);
   }
-  for (u32 first = 0; first < task.rows * kPieces; first += kPiecesInStage) {
+  const bool read_in_place = kSumsGradients && summands_of(kGeometry, task) != Summands::pairs;
+  const u32 pieces = read_in_place ? 0 : task.rows * kPieces;
+  for (u32 first = 0; first < pieces; first += kPiecesInStage) {
     const u32 piece = (MOEOS_PLANTED(stages_carry_the_first_tokens) ? 0 : first) + lane / kSummands;
     const u32 summand = piece / kPieces * kSummands + lane % kSummands;
     const bool there = lane < pieces_in_stage(task, first) * kSummands;
@@ -359,8 +369,8 @@ inline void store_sum(const RankArguments& arguments, const Task& task, const Co
 inline constexpr bool kMultipliesTokens =
     kGradients && (kShape.zero_experts > 0 || kShape.weight_on_input);
 
-/// Writes the gradient of a pair's weight: <x, row>. By a warp.
-inline void multiply_token(const RankArguments& arguments, u32 token, u32 nth, const u8* row) {
+/// <x, row>, the gradient of a pair's weight. By a warp, all of whose lanes have it.
+inline float multiply_token(const RankArguments& arguments, u32 token, const u8* row) {
   const auto* const one =
       reinterpret_cast<const u32*>(arguments.x_rows + u64{token} * kOutputBytes);
   const auto* const other = reinterpret_cast<const u32*>(row);
@@ -370,15 +380,124 @@ inline void multiply_token(const RankArguments& arguments, u32 token, u32 nth, c
     sum += Element::low(one[i]) * Element::low(other[i]) +
            Element::high(one[i]) * Element::high(other[i]);
   }
-  sum = sum_of_lanes(sum);
-  if (Machine::lane() == 0) {
-    of_gradients(arguments).d_topk_weights[u64{token} * kGeometry.top_k + nth] = sum;
+  return sum_of_lanes(sum);
+}
+
+/// Where a token's sums of gradients go: a row of its owner's.
+inline float* sums_at(const RankArguments& arguments, const Call& call, u32 token) {
+  const Rank<Machine> rank = rank_of(arguments, nullptr);
+  return reinterpret_cast<float*>(outgoing_partial(rank, place_of_partial(rank, call, token)));
+}
+/// Where the gradient of a choice's weight goes.
+inline float* d_weight_at(const RankArguments& arguments, const Call& call, u32 token, u32 nth) {
+  if constexpr (kSumsGradients) {
+    return sums_at(arguments, call, token) + kShape.hidden + nth;
+  }
+  return of_gradients(arguments).d_topk_weights + u64{token} * kGeometry.choices() + nth;
+}
+
+/// What a token's rows are added to: some bytes of what this slice's shared experts make.
+inline void begin_sum(float (&sum)[8], const RankArguments& arguments, u32 token, u32 byte) {
+  const float* const added = of_gradients(arguments).d_x_added;
+  if (added != nullptr) {
+#pragma unroll
+    for (u32 n = 0; n < 8; ++n) {
+      sum[n] = added[u64{token} * kShape.hidden + byte / 2 + n];
+    }
+  }
+}
+/// Some bytes of a token's gradient of x, to its row of sums.
+inline void store_unrounded(float* sums, u32 byte, const float (&sum)[8]) {
+  auto* const to = reinterpret_cast<uint4*>(sums + byte / 2);
+  const auto four = [&](u32 n) {
+    return make_uint4(__builtin_bit_cast(u32, sum[n]), __builtin_bit_cast(u32, sum[n + 1]),
+                      __builtin_bit_cast(u32, sum[n + 2]), __builtin_bit_cast(u32, sum[n + 3]));
+  };
+  to[0] = four(0);
+  to[1] = four(4);
+}
+/// This slice's gradient of the shared experts' weight, to a token's row of sums.
+inline void store_shared(const RankArguments& arguments, const Call& call, u32 token) {
+  const float* const d_shared = of_gradients(arguments).d_shared;
+  sums_at(arguments, call, token)[kSums - 1] = d_shared == nullptr ? 0.0F : d_shared[token];
+}
+
+/// The consumers' side of a call of gradients of slices, of tokens that have no rows here.
+inline void sum_unsent(const RankArguments& arguments, const Call& call, const Unsent& list) {
+  constexpr u32 kVectors = kOutputBytes / kVectorBytes;
+  const u32 first = threadIdx.x - kFirstConsumerWarp * 32;
+#pragma unroll 1
+  for (u32 i = first; i < list.count * kVectors; i += kConsumerThreads) {
+    const u32 token = list.token[i / kVectors];
+    const u32 byte = i % kVectors * kVectorBytes;
+    float sum[8] = {};
+    begin_sum(sum, arguments, token, byte);
+    store_unrounded(sums_at(arguments, call, token), byte, sum);
+  }
+#pragma unroll 1
+  for (u32 i = first; i < list.count * kSumsOfWeights; i += kConsumerThreads) {
+    const u32 token = list.token[i / kSumsOfWeights];
+    const u32 nth = i % kSumsOfWeights;
+    if (nth < kGeometry.choices()) {
+      *d_weight_at(arguments, call, token, nth) = 0.0F;
+    } else {
+      store_shared(arguments, call, token);
+    }
+  }
+}
+
+/// The consumers' side of a call of gradients, of tokens whose sums of slices are here: what their
+/// numbers add up to, in the slices' order, to where gradients are written and, if this rank is the
+/// tokens' owner, to all others. The part's word was acquired, and the slot's barrier brings it.
+inline void add_slices_of_gradients(const RankArguments& arguments, const Call& call,
+                                    const Task& task, const CombineRows& rows) {
+  constexpr u32 kVectors = kOutputBytes / kVectorBytes;
+  constexpr u32 kOfToken = kVectors + kSumsOfWeights;  // of a token: eight columns, or one number
+  const GradientArguments& its = of_gradients(arguments);
+  const Rank<Machine> rank = rank_of(arguments, nullptr);
+  const Summands summands = summands_of(kGeometry, task);
+  const u32 others = summands == Summands::slices ? kGeometry.slices : 1;
+#pragma unroll 1
+  for (u32 i = threadIdx.x - kFirstConsumerWarp * 32; i < task.rows * kOfToken;
+       i += kConsumerThreads) {
+    const u32 token = rows.token[i / kOfToken];
+    const u32 share = i % kOfToken;
+    const u32 nth = share < kVectors ? 0 : share - kVectors;  // of the numbers behind d_x
+    const u32 at = share < kVectors ? share * 8 : kShape.hidden + nth;
+    const u32 count = share < kVectors ? 8 : 1;
+    float sum[8] = {};
+#pragma unroll 1
+    for (u32 one = 0; one < sums_of(kGeometry, summands); ++one) {
+      const u64 row = rank.layout.sum_at(sum_row(rank, call, summands, token, one));
+      const auto* const from = reinterpret_cast<const float*>(rank.heap + row) + at;
+#pragma unroll
+      for (u32 n = 0; n < 8; ++n) {
+        sum[n] += n < count ? from[n] : 0.0F;
+      }
+    }
+#pragma unroll 1
+    for (u32 other = 1; other < others; ++other) {
+      float* const to = reinterpret_cast<float*>(outgoing_total(rank, other, token)) + at;
+#pragma unroll
+      for (u32 n = 0; n < 8; ++n) {
+        if (n < count) {
+          to[n] = sum[n];
+        }
+      }
+    }
+    if (share < kVectors) {
+      *output_at(arguments, token, share * kVectorBytes) = packed(sum);
+    } else if (nth < kGeometry.choices()) {
+      its.d_topk_weights[u64{token} * kGeometry.choices() + nth] = sum[0];
+    } else if (its.d_shared != nullptr) {
+      its.d_shared[token] = sum[0];
+    }
   }
 }
 
 /// The consumers' side of a call of gradients, of tokens that have no rows: what zero experts give
 /// them. A token a warp, which adds its weights up once.
-inline void derive_unsent(const RankArguments& arguments, const Unsent& list) {
+inline void derive_unsent(const RankArguments& arguments, const Call& call, const Unsent& list) {
   const RankMemory memory = rank_memory(arguments);
   const u32 warp = threadIdx.x / 32 - kFirstConsumerWarp;
 #pragma unroll 1
@@ -391,7 +510,10 @@ inline void derive_unsent(const RankArguments& arguments, const Unsent& list) {
       const u32 pair = token * kGeometry.top_k + nth;
       if (has_zero_expert(memory, pair)) {
         weight += memory.pair_weight[pair];
-        multiply_token(arguments, token, nth, d_out);
+        const float sum = multiply_token(arguments, token, d_out);
+        if (Machine::lane() == 0) {
+          *d_weight_at(arguments, call, token, nth) = sum;
+        }
       }
     }
 #pragma unroll 1
@@ -412,47 +534,74 @@ inline void write_unsent(const RankArguments& arguments, const Call& call, Share
   constexpr u32 kVectors = kOutputBytes / kVectorBytes;
   shared.stage_full[stage.index].wait(stage.parity);
   const Unsent& list = unsent_of(shared.stages[stage.index]);
-  const u32 vectors = kMultipliesTokens ? 0 : list.count * kVectors;
+  const u32 vectors = kMultipliesTokens || kSumsGradients ? 0 : list.count * kVectors;
   for (u32 i = threadIdx.x - kFirstConsumerWarp * 32; i < vectors; i += kConsumerThreads) {
     const u32 token = list.token[i / kVectors];
     const u32 byte = i % kVectors * kVectorBytes;
     *unsent_at(arguments, call, token, byte) = unsent_output(arguments, token, byte);
   }
-  if constexpr (kMultipliesTokens) {
-    derive_unsent(arguments, list);
+  if constexpr (kSumsGradients) {
+    sum_unsent(arguments, call, list);
+  } else if constexpr (kMultipliesTokens) {
+    derive_unsent(arguments, call, list);
   }
   release_read_stage(shared, stage.index);
   stage.advance();
 }
 
 /// The consumers' side of a call of gradients: what is behind each row is its weight's, if that
-/// multiplied what the expert made.
-inline void take_weight_gradients(const RankArguments& arguments, const Task& task,
-                                  const CombineRows& rows) {
+/// multiplied what the expert made. A choice's is that of all its pairs.
+inline void take_weight_gradients(const RankArguments& arguments, const Call& call,
+                                  const Task& task, const CombineRows& rows) {
+  constexpr u32 kPairs = kGeometry.pairs_of_choice();
   const Layout layout(kGeometry, arguments.place);
+  const u32 choices = task.rows * kGeometry.choices();
   if constexpr (kMultipliesTokens) {
     const u32 warp = threadIdx.x / 32 - kFirstConsumerWarp;
 #pragma unroll 1
-    for (u32 i = warp; i < task.rows * kGeometry.top_k; i += kConsumerWarps) {
-      const u32 row = rows.row[i].row;
-      const u32 token = rows.token[i / kGeometry.top_k];
-      if (row == kOwnRow) {
-        multiply_token(arguments, token, i % kGeometry.top_k, own_row(arguments, token));
-      } else if (kShape.weight_on_input && row != kNone) {
-        multiply_token(arguments, token, i % kGeometry.top_k, arguments.heap + layout.result(row));
+    for (u32 i = warp; i < choices; i += kConsumerWarps) {
+      const u32 token = rows.token[i / kGeometry.choices()];
+      float sum = 0.0F;
+      bool some = kSumsGradients && kShape.weight_on_input;
+#pragma unroll 1
+      for (u32 pair = i * kPairs; pair < (i + 1) * kPairs; ++pair) {
+        const u32 row = rows.row[pair].row;
+        const bool own = kShape.zero_experts > 0 && row == kOwnRow;
+        if (own || (kShape.weight_on_input && row != kNone)) {
+          some = true;
+          sum +=
+              multiply_token(arguments, token,
+                             own ? own_row(arguments, token) : arguments.heap + layout.result(row));
+        }
       }
+      if (some && Machine::lane() == 0) {
+        *d_weight_at(arguments, call, token, i % kGeometry.choices()) = sum;
+      }
+    }
+  }
+  const u32 first = threadIdx.x - kFirstConsumerWarp * 32;
+  if constexpr (kSumsGradients) {
+    for (u32 i = first; i < task.rows; i += kConsumerThreads) {
+      store_shared(arguments, call, rows.token[i]);
     }
   }
   if constexpr (kShape.weight_on_input) {
     return;
   }
-  for (u32 i = threadIdx.x - kFirstConsumerWarp * 32; i < task.rows * kGeometry.top_k;
-       i += kConsumerThreads) {
-    const u32 row = rows.row[i].row;
-    if (row != kNone && !(kMultipliesTokens && row == kOwnRow)) {
-      const u32 token = rows.token[i / kGeometry.top_k];
-      of_gradients(arguments).d_topk_weights[u64{token} * kGeometry.top_k + i % kGeometry.top_k] =
-          *reinterpret_cast<const float*>(arguments.heap + layout.result(row) + kDWeightAt);
+  for (u32 i = first; i < choices; i += kConsumerThreads) {
+    float sum = 0.0F;
+    bool some = kSumsGradients;
+#pragma unroll 1
+    for (u32 pair = i * kPairs; pair < (i + 1) * kPairs; ++pair) {
+      const u32 row = rows.row[pair].row;
+      if (row != kNone && !(kMultipliesTokens && row == kOwnRow)) {
+        some = true;
+        sum += *reinterpret_cast<const float*>(arguments.heap + layout.result(row) + kDWeightAt);
+      }
+    }
+    if (some) {
+      const u32 token = rows.token[i / kGeometry.choices()];
+      *d_weight_at(arguments, call, token, i % kGeometry.choices()) = sum;
     }
   }
 }
@@ -464,9 +613,15 @@ inline void sum_tokens(const RankArguments& arguments, const Call& call, const T
   if (task.rows == 0) {
     write_unsent(arguments, call, shared, stage);
   }
+  if constexpr (kSumsGradients) {
+    if (summands_of(kGeometry, task) != Summands::pairs) {
+      add_slices_of_gradients(arguments, call, task, rows);
+      return;
+    }
+  }
   if constexpr (kGradients) {
     static_assert(!kGradients || kSummands == kGeometry.top_k);
-    take_weight_gradients(arguments, task, rows);
+    take_weight_gradients(arguments, call, task, rows);
   }
   constexpr u32 kVectors = kPieceBytes / kVectorBytes;
   for (u32 first = 0; first < task.rows * kPieces; first += kPiecesInStage, stage.advance()) {
@@ -479,7 +634,11 @@ inline void sum_tokens(const RankArguments& arguments, const Call& call, const T
       const PairRow* summands = &rows.row[token * kSummands];
       const u8* from = reinterpret_cast<const u8*>(&shared.stages[stage.index]) +
                        nth * kSummands * kPlaceBytes + at;
+      const u32 byte = (first + nth) % kPieces * kPieceBytes + at;
       float sum[8] = {};
+      if (kSumsGradients && byte < kOutputBytes) {
+        begin_sum(sum, arguments, rows.token[token], byte);
+      }
 #pragma unroll
       for (u32 j = 0; j < kSummands; ++j) {
         const PairRow summand = summands[j];
@@ -492,8 +651,9 @@ inline void sum_tokens(const RankArguments& arguments, const Call& call, const T
           }
         }
       }
-      const u32 byte = (first + nth) % kPieces * kPieceBytes + at;
-      if (byte < kOutputBytes) {
+      if (kSumsGradients && byte < kOutputBytes) {
+        store_unrounded(sums_at(arguments, call, rows.token[token]), byte, sum);
+      } else if (byte < kOutputBytes) {
         store_sum(arguments, task, rows, token, byte, packed(sum));
       }
     }

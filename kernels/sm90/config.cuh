@@ -108,6 +108,8 @@ static_assert(!kCodedResults || kGeometry.returned_bytes == coded_result_bytes(k
 inline constexpr bool kShares = kShape.shared_experts > 0;
 /// Whether ranks hold slices of experts, so that Combine adds up what several make of a token.
 inline constexpr bool kSliced = kGeometry.sliced();
+/// And whether these are gradients, which are fp32 until they are whole.
+inline constexpr bool kSumsGradients = kSliced && kGradients;
 static_assert(!kSliced || kShape.zero_experts == 0, "each slice would add the token itself");
 static_assert(!kSliced || !kCodedResults, "each slice would round its part of a result");
 /// How w1 and w2 lie in memory, and whether they are decoded on their way (stored_weights.cuh);

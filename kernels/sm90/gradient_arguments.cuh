@@ -33,12 +33,15 @@ struct GradientArguments : SavingArguments {
   GradientMaps gradients;
   const u8* d_out;        // [rows, H]
   u8* d_x;                // likewise
-  float* d_topk_weights;  // [rows, k]: zeros, in which those of pairs that were sent are written
+  float* d_topk_weights;  // [rows, k]: zeros, in which those of choices that were sent are written
   u8* d_w1;               // what weights have of all rows, as they lie; or null: not wanted
   u8* d_w2;
   u8* d_b1;
   u8* d_b2;
-  u32 blocks;   // of the launch that makes them
+  // Of ranks that have slices of the same experts, or null:
+  const float* d_x_added;  // [rows, H], added to this slice's part of d_x
+  float* d_shared;         // [rows], this slice's part, over which the sum is written
+  u32 blocks;              // of the launch that makes them
   u32 experts;  // of this rank: a table of places may give it fewer than there are places
 };
 

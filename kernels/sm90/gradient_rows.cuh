@@ -4,9 +4,11 @@
 //
 //   sent     [x][gradient of the output][each choice of its token: expert, weight]
 //   result   [gradient of x, times the row's weight][gradient of the weight]
+//   sums     [gradient of x][gradient of each choice's weight][of the shared experts' weight]
 //   kept     [activated values, times the weight][gradients before the activation, likewise]
 //            [<dA, A> of each part][weight][x][gradient of the output]
 //
+// A row of sums, of ranks that have slices of the same experts, is fp32 (runtime/slices.hpp).
 // A kept row's place is that of its source, expert and slot, whichever tile it came in. So what is
 // added up over an expert's rows has the same bits however they were packed. Kept values, and each
 // half of the gradients before a gated activation, have their columns in groups of 32, in the order
@@ -29,6 +31,12 @@ inline constexpr u32 kChoicesAt = 2 * kHiddenBytes;
 inline constexpr u32 kSentBytes =
     align_up(kChoicesAt + kGeometry.top_k * u32{sizeof(SentChoice)}, 16U);
 inline constexpr u32 kDWeightAt = kHiddenBytes;
+
+/// Of a row of sums, behind the gradient of x, and in all.
+inline constexpr u32 kSumsOfWeights = kGeometry.choices() + 1;
+inline constexpr u32 kSums = kShape.hidden + kSumsOfWeights;
+static_assert(!kSumsGradients ||
+              (kSums * sizeof(float) <= kGeometry.row_bytes && kGeometry.sums_everywhere != 0));
 
 /// Columns of kept values, and of each half of the gradients before a gated activation: those
 /// beyond I are zeros, or nobody's.

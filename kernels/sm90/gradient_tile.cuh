@@ -78,7 +78,7 @@ inline float weight_of_row(const GradientArguments& arguments, const Task& task,
   if constexpr (kShape.weight_on_input) {
     return 1.0F;
   }
-  const u32 expert = kGeometry.first_expert(arguments.rank) + task.local_expert;
+  const u32 expert = kGeometry.first_expert(holder_of(arguments)) + task.local_expert;
   float weight = 0.0F;
   for (u32 j = Machine::lane() % 4; row.there && j < kGeometry.top_k; j += 4) {
     const auto choice = reinterpret_cast<const SentChoice*>(row.sent + kChoicesAt)[j];

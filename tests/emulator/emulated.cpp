@@ -36,7 +36,7 @@ struct RankTensors {
   u8* out;
   // Of a call of gradients.
   const u8* d_out;
-  u8 *d_x, *d_topk_weights, *d_w1, *d_w2, *d_b1, *d_b2;
+  u8 *d_x, *d_topk_weights, *d_w1, *d_w2, *d_b1, *d_b2, *d_x_added, *d_shared;
   u8* saved;
   u64 experts;
   u64 saved_of_source;
@@ -185,6 +185,8 @@ GradientArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank,
   a.d_w2 = t.d_w2;
   a.d_b1 = t.d_b1;
   a.d_b2 = t.d_b2;
+  a.d_x_added = reinterpret_cast<const float*>(t.d_x_added);
+  a.d_shared = reinterpret_cast<float*>(t.d_shared);
   a.blocks = kGradientBlocks;
   a.experts = static_cast<u32>(t.experts);
   return a;

@@ -62,7 +62,8 @@ _FIELDS = (
     *("selection_bias", "router_bias", "expert_scale"),
     *("shared_w1", "shared_w2", "shared_gate", "shared_w1_scale", "shared_w2_scale"),
     *("shared_w1_scale_2", "shared_w2_scale_2", "ids", "weights", "token_count", "x_scale", "out"),
-    *("d_out", "d_x", "d_topk_weights", "d_w1", "d_w2", "d_b1", "d_b2", "saved"),
+    *("d_out", "d_x", "d_topk_weights", "d_w1", "d_w2", "d_b1", "d_b2", "d_x_added"),
+    *("d_shared", "saved"),
 )
 """Tensors of RankTensors in emulated.cpp."""
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from moeos import MoEConfig, Placement, _runtime
 from moeos.kernel_shape import KernelShape
 from moeos.placement import experts_of
+from moeos.slicing import WHOLE, Slicing
 from tests.emulator.emulated import EmulatedLayer, build
 from tests.gradients import FAR_LIMIT, OF_EXPERTS, Gradients, assert_match, drawn
 from tests.layers import PREFERENCES, Call, config, draw_given_call, draw_weights
@@ -85,14 +86,23 @@ class EmulatedGradients(EmulatedLayer):
 
     Attributes:
         found: of each rank, what the last call made.
+        of_shared: of each rank, d_x_added and d_shared of its calls; None: there are none.
     """
 
     def __init__(
-        self, library: Path, cfg: MoEConfig, where: int | Placement, sizes: _runtime.Sizes
+        self,
+        library: Path,
+        cfg: MoEConfig,
+        where: int | Placement,
+        sizes: _runtime.Sizes,
+        slicing: Slicing = WHOLE,
     ) -> None:
         weights, (ranks, placement) = draw_weights(cfg), parted(where)
-        super().__init__(library, weights, ranks, patience=PATIENCE, placement=placement)
+        super().__init__(
+            library, weights, ranks, patience=PATIENCE, placement=placement, slicing=slicing
+        )
         self._sizes = sizes
+        self.of_shared: list[tuple[Tensor, Tensor]] | None = None
         self.found: list[dict[str, Tensor]] = [{} for _ in range(ranks)]
         for heap, between in zip(self._heaps, self._between, strict=True):
             heap[-sizes.result_bytes :] = 0xFF  # NaNs
@@ -101,6 +111,8 @@ class EmulatedGradients(EmulatedLayer):
     def _of_gradients(self, rank: int, call: Call) -> dict[str, Tensor | None]:
         cfg = self._weights.cfg
         mine = self._weights.of_rank(rank, self._ranks, self._placement)
+        if self._slicing.cuts:
+            mine = self._weights.of_slice(self._slicing, rank, self._ranks)
         parts = {
             f"d_{name}": torch.full_like(part, torch.nan)
             for name in OF_EXPERTS
@@ -112,7 +124,11 @@ class EmulatedGradients(EmulatedLayer):
             **parts,
         }
         sent = torch.full((len(call.x), self._sizes.sent_bytes), 0xFF, dtype=torch.uint8)
-        return {"out": sent, "d_out": drawn(call, rank), **self.found[rank]}
+        first = rank - self._slicing.slice_of(rank) if self._slicing.sums else rank
+        shared = {}
+        if self.of_shared is not None:
+            shared = dict(zip(("d_x_added", "d_shared"), self.of_shared[rank], strict=True))
+        return {"out": sent, "d_out": drawn(call, first), **self.found[rank], **shared}
 
     def gradients(self, calls: Sequence[Call], seed: int) -> list[Gradients]:
         self(calls, seed)
@@ -139,11 +155,13 @@ def made(
     *,
     saves: bool = False,
     remote: bool = False,
+    slicing: Slicing = WHOLE,
 ) -> EmulatedGradients:
     ranks, places = parted(where)[0], places_of(where)
     shape = KernelShape(
-        cfg=cfg,
-        world_size=ranks,
+        cfg=slicing.cut(cfg),
+        world_size=slicing.place(0, ranks)[1],
+        slicing=slicing,
         processors=PROCESSORS,
         virtual_ranks=ranks,
         transport="mapped" if remote else "none",
@@ -159,8 +177,9 @@ def made(
         gradients=True,
         saves=saves,
         remote=remote,
+        slicing=slicing,
     )
-    return EmulatedGradients(library, cfg, where, shape.sizes)
+    return EmulatedGradients(library, cfg, where, shape.sizes, slicing)
 
 
 def draw(

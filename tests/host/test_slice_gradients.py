@@ -6,7 +6,6 @@ the float64 reference, and the same bits on all ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor
 
 from moeos import Experts, MoEConfig, PeerTimeout, TwinOptions, World, virtual
-from moeos.engines.cuda import CudaEngine
 from moeos.slicing import Slicing
 from tests.gradients import (
     Gradients,
@@ -236,12 +234,6 @@ def test_a_rank_that_makes_no_backward_is_named() -> None:
         return str(raised.value)
 
     assert "rank 1" in virtual.run(run, 2, deadline=1.0)[0]
-
-
-def test_a_gpu_refuses_by_name() -> None:
-    engine: Any = SimpleNamespace(_slicing=Slicing(2))
-    refused = CudaEngine.no_backward(engine)
-    assert refused == " on a GPU with parallel='tensor', but with parallel='expert'"
 
 
 def test_the_reference_tells_slices_apart() -> None:
