@@ -177,8 +177,8 @@ class MoeosEP(EPImplementation):
 class MoeosSlices(MoeExpertsParallel):
     """Experts of which each rank of the mesh "tp" holds a slice, by transformers' own plan.
 
-    The ranks hold one batch. Where the model's experts are moeos', it adds up what slices make. A
-    call that wants gradients is transformers': each rank computes its slice, and all add up.
+    The ranks hold one batch. Where the model's experts are moeos', it adds up what slices make, and
+    what they make of gradients: each rank has those of all tokens, as behind transformers' own.
     """
 
     def install_forward(self, module: Any, mesh: Any) -> Any:
@@ -191,9 +191,6 @@ class MoeosSlices(MoeExpertsParallel):
                 whole: Tensor = by_transformers(*given)
                 return whole
             _require_slices(module, mesh)
-            if call_checks.wants_gradient(hidden_states, top_k_weights, *module.parameters()):
-                whole = by_transformers(*given)
-                return whole
             x, ids, weights = (one.to_local() if isinstance(one, DTensor) else one for one in given)
             with cast(Any, self).context_around_forward(module, mesh):
                 return _call(module, _group_of(mesh), x, ids, weights, "tensor")

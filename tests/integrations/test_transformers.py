@@ -702,6 +702,9 @@ def test_ranks_that_share_the_experts_have_the_gradients_of_one(
         model = made.requires_grad_(True)
         mine = ids[rank * rows : (rank + 1) * rows] if distinct else ids
         model(input_ids=mine, labels=mine).loss.backward()
+        for module in experts_modules(model):  # which have computed, and nobody in their place
+            slicing = module._moeos_ready.experts.slicing
+            assert slicing.sums == (how == "slices")
         found: dict[str, Any] = {name: one.grad for name, one in model.named_parameters()}
         return {
             name: (one.full_tensor() if isinstance(one, DTensor) else one).numpy()
