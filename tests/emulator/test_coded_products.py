@@ -92,6 +92,15 @@ LAYERS: dict[str, tuple[dict[str, Any], int]] = {
         2,
     ),
     "weights of 4 bits, ranks": ({"hidden": 256, "intermediate": 320, "weight_format": "mxfp4"}, 2),
+    "weights of 4 bits, gated, results of codes": (
+        {
+            "hidden": 256,
+            "intermediate": 320,
+            "weight_format": "mxfp4",
+            "result_format": "fp8_group128",
+        },
+        2,
+    ),
     "weights of 4 bits that have two scales": (
         {"hidden": 256, "intermediate": 192, "weight_format": "nvfp4", "experts": 4},
         1,
@@ -145,8 +154,7 @@ LAYERS: dict[str, tuple[dict[str, Any], int]] = {
 """Of a config, what is not usual, and its ranks."""
 IN_EVERY_RUN = (
     "gated, ranks, blocks that parts share",
-    "results of codes, two ranks",
-    "weights of 4 bits, ranks",
+    "weights of 4 bits, gated, results of codes",
 )
 
 

@@ -54,11 +54,12 @@ LAYERS: dict[str, tuple[dict[str, Any], int | Placement]] = {
         },
         1,
     ),
-    "a capacity, experts anywhere, zero experts, gelu": (
+    "a capacity, experts anywhere, zero experts, gelu, biases": (
         {
             "activation": "gelu",
             "hidden": 64,
             "intermediate": 64,
+            "bias": True,
             "capacity_factor": 1.0,
             "row_map": "capacity",
             "zero_experts": 3,
@@ -199,12 +200,8 @@ def check(emulated: EmulatedGradients, calls: Sequence[Call], seed: int) -> None
     assert_match(weights, calls, found, wanted, placement=emulated._placement)
 
 
-IN_EVERY_RUN = (
-    "float16, biases, a limit, parts that are not whole",
-    "a capacity, experts anywhere, zero experts, gelu",
-    "weights on inputs",
-)
-"""Each activation's kind and each type, with biases and without, of one rank and of two."""
+IN_EVERY_RUN = ("float16, biases, a limit, parts that are not whole", "weights on inputs")
+"""Each type, of one rank and of two. Those of `SAVED` have gradients in every run, too."""
 
 
 @pytest.mark.parametrize("name", all_but(IN_EVERY_RUN, LAYERS))
@@ -228,12 +225,12 @@ def rows_sent(cfg: MoEConfig, call: Call, experts: Sequence[int]) -> int:
 
 SAVED = (
     "gated, parts that are not whole",
-    "biases, no gate values",
-    "a capacity, experts anywhere, zero experts, gelu",
+    "a capacity, experts anywhere, zero experts, gelu, biases",
 )
-"""Likewise. One has parts of 128 columns, of which I is no multiple, and one has the capacity map,
-in which rows of a cell are not those in the order of sending. There tokens also have zero experts,
-and pairs that are dropped, of which these must be told apart."""
+"""Each kind of activation, with biases and without. One has parts of 128 columns, of which I is no
+multiple, and one has the capacity map, in which rows of a cell are not those in the order of
+sending. There tokens also have zero experts, and pairs that are dropped, of which these must be
+told apart."""
 
 
 @pytest.mark.parametrize("name", all_but(SAVED, LAYERS))

@@ -13,8 +13,9 @@ from torch import Tensor
 
 import moeos
 from moeos import topk_kernel
-from moeos.topk_kernel import Softmax
+from moeos.topk_kernel import TYPES, Softmax
 from tests.emulator import emulated
+from tests.nightly import spread
 
 Topk = Callable[[Tensor, int, Softmax | None], tuple[Tensor, Tensor]]
 
@@ -30,7 +31,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[torch.dtype, in
     folder = tmp_path_factory.mktemp("topk")
 
     def built(dtype: torch.dtype, kept: int) -> ctypes.CDLL:
-        type_ = topk_kernel.TYPES.index(dtype)
+        type_ = TYPES.index(dtype)
         library = folder / f"{type_}-{kept}.so"
         if not library.exists():
             emulated.build_topk(library, type_, kept)
@@ -71,8 +72,9 @@ def drawn(rows: int, count: int, dtype: torch.dtype) -> Tensor:
     return torch.where(some, special, logits).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", topk_kernel.TYPES)
-@pytest.mark.parametrize(("count", "k"), SIZES)
+@pytest.mark.parametrize(
+    ("count", "k", "dtype"), spread(2, [(*one, dtype) for one in SIZES for dtype in TYPES])
+)
 def test_it_chooses_as_on_the_cpu(topk: Topk, dtype: torch.dtype, count: int, k: int) -> None:
     rows = 2 if count > 1000 else 70  # not a whole block's
     logits = drawn(rows, count, dtype)
@@ -87,7 +89,7 @@ def test_it_chooses_as_on_the_cpu(topk: Topk, dtype: torch.dtype, count: int, k:
             assert torch.equal(values.signbit(), expected.values.signbit())
 
 
-@pytest.mark.parametrize("dtype", topk_kernel.TYPES)
+@pytest.mark.parametrize("dtype", TYPES)
 def test_each_number_has_its_order(topk: Topk, dtype: torch.dtype) -> None:
     """All 16-bit numbers, and as many of 32 bits, beside their neighbours."""
     generator = torch.Generator().manual_seed(3)

@@ -145,7 +145,7 @@ int main() {
   Random random(1);
   for (const bool narrow : {true, false}) {
     u32 small_batches = 0;
-    for (u32 i = 0; i < 20 && failed == 0; ++i) {
+    for (u32 i = 0; i < 10 && failed == 0; ++i) {
       of_one_source(random, narrow, 0);
       of_one_source(random, narrow, 1);
       small_batches += of_few_rows(random, narrow) ? 1 : 0;
