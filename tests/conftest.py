@@ -26,8 +26,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.disable()
 
 # The store of torch.distributed asks DNS for the name of each peer, and answers nobody meanwhile.
-# A name server that is silent takes 10 s each time by default: longer than the tests' deadlines.
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+# One lost reply takes seconds: longer than the tests' deadlines. So nobody here asks DNS; and the
+# store does not warn of names that it has not got.
+os.environ.setdefault("RES_OPTIONS", "attempts:0")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 # As launch/environment.sh says, also for tests that are run by hand: a pool's threads that wait for
 # work keep a core busy.
@@ -69,15 +71,17 @@ ONE_BY_ONE = (
 """The same of tests with ranks that wait for each other by the clock: one group."""
 
 LONG = (
-    "native",
     "emulator",
-    "kernels",
+    "native",
     "host/test_jit.py",
+    "host/test_explore.py",
     "model",
-    "runtime",
+    "integrations",
+    "host/test_custom_op.py",
+    "host/test_gradient_operators.py",
 )
 """Those that take longest of the others, which come first, so that the processes end at about the
-same time. Each file is a group."""
+same time."""
 
 NICE = 5
 """Of a process whose tests may run beside those two groups: it has a third of their claim to a
@@ -92,10 +96,15 @@ def place_of(file: Path) -> int:
 
 
 def group_of(node: str) -> str:
-    """The group of a test: its file, or one name for all of ONE_BY_ONE, and one for PROGRAMS."""
+    """The group of a test: its file, or one name for all of ONE_BY_ONE, and one for PROGRAMS.
+
+    Emulated kernels are a group, too: a process that compiles one compiles a header for all.
+    """
     file = file_of(node)
     if is_below(file, ONE_BY_ONE):
         return "one by one"
+    if is_below(file, ("emulator",)):
+        return "emulator"
     return "programs" if is_below(file, PROGRAMS) else str(file)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import math
 import pickle
 from collections.abc import Callable
@@ -32,7 +33,7 @@ from tests.layers import (
     draw_given_call,
     draw_weights,
 )
-from tests.nightly import covering
+from tests.nightly import spread
 
 pytestmark = pytest.mark.usefixtures("poisoned_output")
 
@@ -81,7 +82,9 @@ def by_caller(x: Tensor, cfg: moeos.MoEConfig = WEIGHTS.cfg) -> Call:
 RANKS = [(1, torch.bfloat16), (2, torch.float32), (3, torch.bfloat16)]
 
 
-@pytest.mark.parametrize(("name", "rule", "world"), covering(formats.NAMES, RULES, RANKS))
+@pytest.mark.parametrize(
+    ("name", "rule", "world"), spread(8, [*itertools.product(formats.NAMES, RULES, RANKS)])
+)
 def test_every_token_has_what_the_reference_makes_of_the_codes(
     name: str, rule: str, world: tuple[int, torch.dtype]
 ) -> None:

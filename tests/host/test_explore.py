@@ -18,8 +18,8 @@ import pytest
 from moeos import _twin, explore
 from moeos.explore import SCENARIOS, STRATEGIES, Found, Wrong
 
-SEEDS = 340
-"""Of which each is run in all scenarios and strategies: 4760 runs."""
+SEEDS = 170
+"""Of which each is run in all scenarios and strategies: 2380 runs."""
 
 
 @pytest.fixture(scope="module")

@@ -131,7 +131,7 @@ def test_a_rank_with_wrong_gradients_fails_the_run() -> None:
 
 
 def test_what_all_ranks_refuse_is_one_line(tmp_path: Path) -> None:
-    ended = mpirun(2, MOEOS, "train", CONFIG, "--resume", str(tmp_path))
+    ended = forked(2, MOEOS, "train", CONFIG, "--resume", str(tmp_path))
     assert ended.returncode == 2
     said = [line for line in ended.stderr.splitlines() if line.startswith("moeos")]
     missing = tmp_path / "run.json"
