@@ -184,6 +184,8 @@ class Sizes:
     @property
     def in_place_tokens(self) -> int: ...
     @property
+    def gathers_rows(self) -> int: ...
+    @property
     def alters_rows(self) -> int: ...
     @property
     def shared_bytes(self) -> int: ...
@@ -236,6 +238,12 @@ class Sizes:
     def reads_in_place(self, tokens: int) -> bool:
         """
         Whether a call of so many tokens reads them where the caller left them.
+        """
+
+    @property
+    def gathers_own_rows(self) -> bool:
+        """
+        Whether first products read a rank's own tokens where the caller left them, in any call.
         """
 
     @property

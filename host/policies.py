@@ -81,18 +81,28 @@ class Policy:
             tokens += 1
         return tokens
 
-    def require_fits(self, cfg: MoEConfig, sizes: _runtime.Sizes) -> None:
+    @property
+    def gathers_rows(self) -> bool:
+        """Whether a rank's own rows are read by index, in calls of any number of tokens
+        (Geometry's `gathers_rows`).
+        """
+        return self.layout == "gathered"
+
+    def sizes(self, cfg: MoEConfig) -> dict[str, int]:
+        """Fields of runtime/geometry.def that say it. `cfg`: of a slice."""
+        return {
+            "in_place_tokens": self.in_place_tokens(cfg),
+            "gathers_rows": int(self.gathers_rows),
+        }
+
+    def require_fits(self, sizes: _runtime.Sizes) -> None:
         """Raises `ValueError` where a call of the layer cannot be computed as the caller wants."""
-        if self.layout != "gathered":
-            return
-        for tokens in range(1, cfg.max_tokens + 1):
-            if not sizes.reads_in_place(tokens):
-                raise ValueError(
-                    f"layout is 'gathered', and a call of {tokens} tokens of this layer reads rows "
-                    f"that have been copied: with max_tokens up to {_runtime.IN_PLACE_TOKENS}, "
-                    "few pairs, plain tokens, and all experts on each rank no call does. Lower "
-                    f"max_tokens, which is {cfg.max_tokens}, or pass layout='auto'"
-                )
+        if self.gathers_rows and not sizes.gathers_own_rows:
+            raise ValueError(
+                "layout is 'gathered', and what this layer's experts get of a token is not its row "
+                "of x as it stands, with activation_format or apply_router_weight_on_input: leave "
+                "these out, or pass layout='auto'"
+            )
 
 
 AUTO = Policy()

@@ -190,7 +190,7 @@ class Slicing:
         """Fields of runtime/geometry.def that differ from those of whole experts."""
         if self.apart:
             return {"pair_slices": self.slices, "top_k": self.pairs(cfg)}
-        own = {"in_place_tokens": self.policy.in_place_tokens(cfg)}
+        own = self.policy.sizes(cfg)
         if not self.cuts:
             return own
         return {**own, "slices": self.slices, "sums_everywhere": int(self.everywhere)}
@@ -309,10 +309,15 @@ def slicing_of(
             f"output is {output!r}; with parallel={parallel!r} each rank returns its own tokens: "
             "leave it out, or pass parallel='tensor'"
         )
-    if parallel != "tensor" and policy != AUTO:
+    if parallel != "tensor" and policy.reduce != "auto":
         raise ValueError(
-            f"parallel is {parallel!r}{policy.name}; layout and reduce say how ranks with the same "
-            "tokens compute: leave them out, or pass parallel='tensor'"
+            f"parallel is {parallel!r}{policy.name}; reduce says how ranks with the same tokens add "
+            "up: leave it out, or pass parallel='tensor'"
+        )
+    if parallel == "sharded_tokens" and policy != AUTO:
+        raise ValueError(
+            f"parallel is {parallel!r}{policy.name}; layout says where ranks with whole experts, or "
+            "with the same tokens, read rows: leave it out, or pass parallel='expert'"
         )
     if policy.reduce == "after" and output != "replicated":
         raise ValueError(

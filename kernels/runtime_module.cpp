@@ -183,6 +183,10 @@ void check_fits(const Geometry& geometry) {
   limit(u64{world} * geometry.chunks(), SentChunk::kNumbers, "the number of chunks of rows");
   static_assert(u64{SentChunk::kNumbers} * Geometry::kQuartersOfChunk * 2 <= ReadyWord::kNumbers);
   limit(geometry.in_place_tokens, Geometry::kInPlaceTokens, "in_place_tokens", "it");
+  if (geometry.gathers_own_rows()) {
+    limit(u64{geometry.max_tokens} * geometry.row_bytes, std::numeric_limits<u32>::max(),
+          "the number of bytes of tokens whose rows are gathered", "max_tokens");
+  }
   limit(geometry.chunks(), ReadyWord::kTasks, "the number of a peer's chunks");
   if (geometry.sliced()) {
     require(geometry.remote == 0, "no rank that holds a slice of an expert has remote peers");
@@ -411,6 +415,9 @@ NB_MODULE(_runtime, module) {
           "reads_in_place",
           [](const Sizes& s, u32 tokens) { return s.geometry.reads_in_place(tokens); }, "tokens"_a,
           "Whether a call of so many tokens reads them where the caller left them.")
+      .def_prop_ro(
+          "gathers_own_rows", [](const Sizes& s) { return s.geometry.gathers_own_rows(); },
+          "Whether first products read a rank's own tokens where the caller left them, in any call.")
       .def_prop_ro("cells", [](const Sizes& s) { return Layout(s.geometry).cells(); })
       .def_prop_ro("intermediate_rows",
                    [](const Sizes& s) { return s.geometry.intermediate_rows_max(); })

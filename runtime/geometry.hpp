@@ -381,6 +381,13 @@ struct Geometry {
            tokens * top_k <= kInPlacePairs;
   }
 
+  // --- Own rows that are read where they are (row_tasks.hpp) ---
+
+  /// Whether nobody copies a rank's own rows into its cell. Dispatch lists them, as it does all
+  /// rows, and a first product finds the token of each in this list (row_pair). So a call goes its
+  /// usual way, with the same flags, and its results have the same bits.
+  constexpr bool gathers_own_rows() const { return gathers_rows != 0 && alters_rows == 0; }
+
   // --- The tile plan (tile_plan.hpp), and its bounds ---
 
   /// Few rows are computed at the speed at which their weights arrive, so what counts is that

@@ -34,7 +34,8 @@ inline constexpr u32 kTaskKinds = 0
 
 /// Where the rows lie that a part multiplies.
 enum class RowsIn : u32 {
-  cells,           ///< of the ranks that sent them, as the tile's segments say
+  cells,           ///< of the ranks that sent them, as the tile's segments say; those of this rank
+                   ///< may be where the caller left their tokens (Geometry::gathers_own_rows)
   between,         ///< between the products, from Task::first_result on
   tokens_between,  ///< the same of the shared experts' products
   tokens,          ///< where the caller left them, from token Task::first_result on

@@ -8,6 +8,7 @@
 #include "runtime/base.hpp"
 #include "runtime/courier_part.hpp"
 #include "runtime/packet.hpp"
+#include "runtime/planted.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/routing_map.hpp"
 #include "runtime/task.hpp"
@@ -36,14 +37,20 @@ u32 row_of_result(const Rank<P>& rank, const RoutingMap::Place& place) {
   return rank.memory.first_result(rank.layout, place.peer) + number_of(rank, place);
 }
 
-/// Notes for the returns subscriber and for Combine which pair a place carries. Plain stores: what
+/// Where it is noted which pair a row carries, row `row` in the order of sending to `peer`.
+template <Platform P>
+u32* pair_of_row(const Rank<P>& rank, u32 peer, u32 row) {
+  const Geometry& geometry = rank.geometry();
+  return &rank.memory.row_pair[u64{peer} * geometry.chunks() * geometry.chunk_rows + row];
+}
+
+/// Notes for the returns subscriber and for Combine, and for a first product that reads own rows
+/// where they are, which pair a place carries. Plain stores: what
 /// announces the chunk releases them along with the rows, and Combine runs because the results of
 /// these very rows came back.
 template <Platform P>
 void note_row(const Rank<P>& rank, const RoutingMap::Place& place, u32 pair) {
-  const Geometry& geometry = rank.geometry();
-  rank.memory.row_pair[u64{place.peer} * geometry.chunks() * geometry.chunk_rows + place.row] =
-      pair;
+  *pair_of_row(rank, place.peer, place.row) = pair;
   rank.memory.pair_row[pair] = row_of_result(rank, place);
 }
 
@@ -68,6 +75,21 @@ OutgoingRow look_up_row(const Rank<P>& rank, const RoutingMap& map, const Courie
   }
   note_row(rank, place, found.pair);
   return found;
+}
+
+/// Whether rows for a peer are copied at all: not those of a rank itself that gathers them.
+template <Platform P>
+bool copies_rows(const Rank<P>& rank, u32 peer) {
+  return !rank.geometry().gathers_own_rows() || peer != rank.rank;
+}
+
+/// Of a segment of this rank's own rows: which token row `row` of it is. Acquired with the flag of
+/// the row's chunk, as rows in cells are.
+template <Platform P>
+u32 token_of_own_row(const Rank<P>& rank, u32 local_expert, const Segment& segment, u32 row) {
+  const u32 place = first_in_order(rank, local_expert, segment) +
+                    (MOEOS_PLANTED(gathered_rows_are_the_first_again) ? row / 2 : row);
+  return *pair_of_row(rank, rank.rank, place) / rank.geometry().top_k;
 }
 
 /// A row of a chunk that has landed, and the one that holds its token, as numbers in the cell.

@@ -52,7 +52,7 @@ u32 copy_rows(const Rank<P>& rank, const Call& call, const RoutingMap& map, K& k
   u32 count = 0;
   for (u32 i = 0; i < part.rows; ++i) {
     going[count] = look_up_row(rank, map, part, part.first + i);
-    count += going[count].goes() ? 1 : 0;
+    count += going[count].goes() && copies_rows(rank, part.peer) ? 1 : 0;
   }
   courier.begin(part, count);
   begun += wait_for_links(rank, call, [&](u32 peer) {
@@ -162,7 +162,7 @@ bool run_token_dispatch(const Rank<P>& rank, const Call& call, const RoutingMap&
       begin += wait_for_links(rank, call, [&](u32 peer) {
         return rows[i].goes && peer == rows[i].peer ? u64{geometry.sent_bytes} : 0;
       });
-      if (rows[i].goes) {
+      if (rows[i].goes && copies_rows(rank, rows[i].peer)) {
         kernels.copy_row((first + i) / geometry.top_k,
                          outgoing_row(rank, rows[i].peer, rows[i].number));
       }

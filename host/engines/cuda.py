@@ -133,7 +133,7 @@ class CudaEngine:
             peers = self._peers = Peers.find(world, self._device)
             self._by_nvshmem = peers.transport == "nvshmem"
             self._shape = self._agree(lambda: self._shape_of(cfg, peers), "the sizes of a layer")
-            slicing.policy.require_fits(cfg, self._shape.sizes)
+            slicing.policy.require_fits(self._shape.sizes)
             self._last = self._shape  # of the last call
             rank, holders = slicing.place(world.rank, world.size)
             own = experts_of(cfg, rank, holders, placement)

@@ -149,7 +149,7 @@ class TwinEngine:
         sizes = sizes_of(
             cfg, self._holders, world.processors, remote, world.trace_events, places, rows
         )
-        slicing.policy.require_fits(cfg, sizes)
+        slicing.policy.require_fits(sizes)
         self._sizes = sizes
         self._number = world.number_layer()
         self._faults = LayerFaults(

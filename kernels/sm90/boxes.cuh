@@ -59,19 +59,27 @@ struct Steps {
   u32 all;
 };
 
+/// What is copied into a stage beside boxes: nothing.
+struct NoCopies {
+  static constexpr bool any() { return false; }
+  void copy(u32, Stage&, Barrier&) const {}
+};
+
 /// The load warp: fills the stages of some steps with a part's operands, `bytes` bytes in each. One
-/// lane waits; each loads its box, from place_at(step) on: row and column. The next part is claimed
-/// on the way.
-template <class PlaceAt>
+/// lane waits; each loads its box, from place_at(step) on: row and column. Copies, if there are
+/// any, are begun behind the boxes, by all lanes. The next part is claimed on the way.
+template <class PlaceAt, class Copies = NoCopies>
 inline void fill_stages(const Steps& steps, u32 bytes, const Box& box, Loader& loader,
-                        PlaceAt place_at) {
+                        PlaceAt place_at, const Copies& copies = {}) {
   for (u32 step = steps.first; step < steps.end; ++step, loader.advance()) {
     if (Machine::lane() == 0) {
       if (steps.all - step == minimum(steps.all, kClaimSteps)) {
         loader.let_claim();
       }
       loader.wait();
-      loader.full().arrive_expecting(bytes);
+      if (!copies.any()) {
+        loader.full().arrive_expecting(bytes);
+      }
     }
     __syncwarp();
     // Beyond the matrix: zeros.
@@ -82,12 +90,20 @@ inline void fill_stages(const Steps& steps, u32 bytes, const Box& box, Loader& l
     } else if (box.map != nullptr) {
       load_box(*box.map, to, loader.full(), row, column);
     }
+    if (copies.any()) {
+      copies.copy(step, loader.stage(), loader.full());
+      __syncwarp();
+      if (Machine::lane() == 0) {  // behind all lanes' arrivals, which this one keeps pending
+        loader.full().arrive_expecting(bytes);
+      }
+    }
   }
 }
 /// All steps of a part.
-template <class PlaceAt>
-inline void fill_stages(u32 steps, u32 bytes, const Box& box, Loader& loader, PlaceAt place_at) {
-  fill_stages(Steps{0, steps, steps}, bytes, box, loader, place_at);
+template <class PlaceAt, class Copies = NoCopies>
+inline void fill_stages(u32 steps, u32 bytes, const Box& box, Loader& loader, PlaceAt place_at,
+                        const Copies& copies = {}) {
+  fill_stages(Steps{0, steps, steps}, bytes, box, loader, place_at, copies);
 }
 
 }  // namespace moeos::sm90

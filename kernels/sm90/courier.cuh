@@ -200,7 +200,8 @@ inline Copy outgoing_copy(const RankArguments& arguments, const Rank<Machine>& r
                           const Call& call, const CourierPart& part) {
   const RoutingMap map(kGeometry, rank.memory, call);
   const OutgoingRow row = look_up_row(rank, map, part, part.first + Machine::lane());
-  return {row.goes(), sent_rows(arguments) + u64{row.pair / kGeometry.top_k} * kGeometry.row_bytes,
+  return {row.goes() && copies_rows(rank, part.peer),
+          sent_rows(arguments) + u64{row.pair / kGeometry.top_k} * kGeometry.row_bytes,
           reinterpret_cast<u64>(outgoing_row(rank, part.peer, row.number))};
 }
 
@@ -237,7 +238,9 @@ inline void run_token_dispatch(const RankArguments& arguments, const Call& call,
              kGeometry.sent_bytes;
     });
     line.spread(source, rows, nth,
-                row.goes ? reinterpret_cast<u64>(outgoing_row(rank, row.peer, row.number)) : 0);
+                row.goes && copies_rows(rank, row.peer)
+                    ? reinterpret_cast<u64>(outgoing_row(rank, row.peer, row.number))
+                    : 0);
     const u64 stored_ns = Machine::now_ns();
     const TokenChunk chunk = by_token.count(row);
     by_token.end_part(stored_ns - begun_ns);

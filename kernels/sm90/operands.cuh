@@ -7,6 +7,7 @@
 #include "kernels/sm90/arguments.cuh"
 #include "kernels/sm90/block.cuh"
 #include "kernels/sm90/boxes.cuh"
+#include "kernels/sm90/gathered_rows.cuh"
 #include "kernels/sm90/products.cuh"
 #include "runtime/planted.hpp"
 
@@ -67,7 +68,11 @@ inline void find_rows(const RankArguments& arguments, const Layout& layout, cons
   for (u32 s = 0; s < task.segment_count; ++s) {
     const Segment segment = task.segments[s];
     const u32 rows = laid_out_rows(kGeometry, task, s, laid_out);
-    visit(arguments.cells, layout.row_index(segment.source, segment.first_row), rows);
+    if (is_gathered(arguments, segment)) {
+      place += rows * kSwizzleBytes;
+    } else {
+      visit(arguments.cells, layout.row_index(segment.source, segment.first_row), rows);
+    }
     laid_out += rows;
   }
 }
@@ -141,22 +146,26 @@ inline void load_tile(const RankArguments& arguments, const Layout& layout, cons
     find_rows(arguments, layout, task, index - weight_boxes, n * kNarrowRows * kSwizzleBytes, box);
   }
   const u32 weight_rows = weighs_tokens(task, part) ? kSharedGateRows : columns;
-  const u32 bytes =
-      loaded_rows_of(task) * kSwizzleBytes + weight_rows * weight_row_bytes_of(task, part);
+  const GatheredRows gathered(arguments, task);
+  const u32 bytes = (loaded_rows_of(task) - gathered.laid_out()) * kSwizzleBytes +
+                    weight_rows * weight_row_bytes_of(task, part);
   const u32 lost = MOEOS_PLANTED(a_copy_never_lands) ? 16 : 0;
-  fill_stages(steps_of(task), depth * (bytes + lost), box, loader, [&](u32 step) {
-    if constexpr (kSharedSecond.mlps > 1) {
-      if (is_shared(task) && task.kind == kSecondProduct.kind) {
-        const u32 mlp = step / steps_of_each(task);
-        const u32 column = box.column + (step - mlp * steps_of_each(task)) * depth * kTileDepth;
-        return box.of_weights
-                   ? BoxPlace{box.row + mlp * kShape.hidden, weight_column(task, part, column)}
-                   : BoxPlace{box.row, column + mlp * kSharedSecond.depth};
-      }
-    }
-    const u32 column = box.column + step * depth * box_depth_of(task);
-    return BoxPlace{box.row, box.of_weights ? weight_column(task, part, column) : column};
-  });
+  fill_stages(
+      steps_of(task), depth * (bytes + lost), box, loader,
+      [&](u32 step) {
+        if constexpr (kSharedSecond.mlps > 1) {
+          if (is_shared(task) && task.kind == kSecondProduct.kind) {
+            const u32 mlp = step / steps_of_each(task);
+            const u32 column = box.column + (step - mlp * steps_of_each(task)) * depth * kTileDepth;
+            return box.of_weights
+                       ? BoxPlace{box.row + mlp * kShape.hidden, weight_column(task, part, column)}
+                       : BoxPlace{box.row, column + mlp * kSharedSecond.depth};
+          }
+        }
+        const u32 column = box.column + step * depth * box_depth_of(task);
+        return BoxPlace{box.row, box.of_weights ? weight_column(task, part, column) : column};
+      },
+      gathered);
 }
 
 }  // namespace moeos::sm90

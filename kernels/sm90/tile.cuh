@@ -7,6 +7,7 @@
 #include "kernels/sm90/block.cuh"
 #include "kernels/sm90/coded_products.cuh"
 #include "kernels/sm90/epilogue.cuh"
+#include "kernels/sm90/gathered_rows.cuh"
 #include "kernels/sm90/mainloop.cuh"
 #include "kernels/sm90/products.cuh"
 #include "kernels/sm90/stored_weights.cuh"
@@ -81,7 +82,14 @@ inline void compute_tile(const RankArguments& arguments, const Slot& slot, Ready
     }
   }
   StoredRow row(arguments, task, word.part());
-  const auto prepare = [&](Stage& of, u32 step) { row.decode(of, task, step); };
+  const auto prepare = [&](Stage& of, u32 step) {
+    row.decode(of, task, step);
+    if constexpr (kGathers) {
+      // Rows that the load warp has copied: not by TMA, but wgmma reads them through the async
+      // proxy. The stage's barrier has acquired them, and the fence stands behind that.
+      fence_proxy_async_shared();
+    }
+  };
   if (task.padded_rows != 0 && group * kConsumerRows >= task.padded_rows) {
     if (!MOEOS_PLANTED(skipped_stages_are_not_followed)) {
       skip_tile(steps_of(task), shared, stage, prepare);

@@ -20,6 +20,7 @@
 #include "runtime/platform/twin/platform.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/routing_map.hpp"
+#include "runtime/row_tasks.hpp"
 #include "runtime/slices.hpp"
 #include "runtime/task.hpp"
 
@@ -371,16 +372,22 @@ class TwinKernels {
     }
     if (task.from == RowsIn::listed_tokens) {
       static_assert(Geometry::kInPlaceTokens <= kPanelRows);
-      for (u32 row = 0; row < task.rows; ++row) {
-        copy_row(token_of_row(task, row), scratch_.tokens.get() + row * rank_.geometry().row_bytes);
-      }
-      pack_rows(operands_.element, scratch_.tokens.get(), rank_.geometry().row_bytes, task.rows,
-                shape_.hidden, scratch_.panels.get());
+      pack_tokens(task.rows, scratch_.panels.get(),
+                  [&](u32 row) { return token_of_row(task, row); });
       return;
     }
     float* panel = scratch_.panels.get();
     for (u32 s = 0; s < task.segment_count; ++s) {
       const Segment& segment = task.segments[s];
+      if (!copies_rows(rank_, segment.source)) {
+        for (u32 row = 0; row < segment.rows; row += kPanelRows) {
+          pack_tokens(minimum(kPanelRows, segment.rows - row), panel, [&](u32 nth) {
+            return token_of_own_row(rank_, task.local_expert, segment, row + nth);
+          });
+          panel += panel_floats(shape_.hidden);
+        }
+        continue;
+      }
       const u8* const first = arrived_row(rank_, segment.source, segment.first_row);
       for (u32 row = 0; row < segment.rows; row += kPanelRows) {
         const u32 stride = rank_.geometry().sent_bytes;
@@ -394,6 +401,16 @@ class TwinKernels {
         panel += panel_floats(shape_.hidden);
       }
     }
+  }
+
+  /// Packs rows that are tokens, at most a panel's: row r is token token(r).
+  template <class TokenOf>
+  void pack_tokens(u32 rows, float* panel, TokenOf token) {
+    const u32 row_bytes = rank_.geometry().row_bytes;
+    for (u32 row = 0; row < rows; ++row) {
+      copy_row(token(row), scratch_.tokens.get() + row * row_bytes);
+    }
+    pack_rows(operands_.element, scratch_.tokens.get(), row_bytes, rows, shape_.hidden, panel);
   }
 
   u8* output_row(u32 token) const {

@@ -65,6 +65,7 @@ struct Lane {
   const unsigned long long* count = nullptr;     // or when this is
   unsigned long long counted = 0;                // no longer this; neither: at any time
   std::deque<unsigned> store_groups{0};
+  std::vector<std::function<void()>> copies;
 };
 
 struct Warp {
@@ -306,6 +307,7 @@ Index block_index() { return {running().warp->block->index % grid->launch->block
 unsigned char* shared_memory() { return running().warp->block->shared; }
 unsigned long long now_ns() { return kBeginNs + grid->tick * kTickNs; }
 std::deque<unsigned>& store_groups() { return running().store_groups; }
+std::vector<std::function<void()>>& copies() { return running().copies; }
 
 void wait_until(const char* what, const std::function<bool()>& ready, const void* place) {
   if (ready()) {

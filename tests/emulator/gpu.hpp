@@ -69,6 +69,9 @@ void later(std::function<void()> effect);
 /// still open. A group keeps its place as long as it has any.
 std::deque<unsigned>& store_groups();
 
+/// The running lane's copies to shared memory that no arrival waits for yet.
+std::vector<std::function<void()>>& copies();
+
 /// A warp that is given no turn from one tick on until another: as on a GPU whose scheduler, or
 /// whose debugger, favours all others. When nobody else is left it goes on.
 struct Starved {

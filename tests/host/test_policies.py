@@ -16,7 +16,7 @@ from moeos import MoEConfig, MoELayer, World, policies, rates, virtual
 from moeos.engines.twin import sizes_of
 from moeos.errors import ConfigMismatch
 from moeos.policies import Policy, Reduce
-from moeos.slicing import Slicing, slicing_of
+from moeos.slicing import Parallel, Slicing, slicing_of
 from tests.layers import Call, assert_matches, config, draw_call, draw_given_call, draw_weights
 from tests.process_group import ranks_of_torch
 
@@ -147,12 +147,15 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"reduce": "before"}, "it must be 'auto' or 'fused' or 'after'"),
     ({}, {"layout": "expert_major"}, "one kernel, which is persistent"),
     ({}, {"layout": "token_major"}, "tiles have theirs by expert: pass layout='gathered'"),
-    ({}, {"layout": "gathered"}, "Lower max_tokens, which is 70"),
-    ({"max_tokens": 4}, {"layout": "gathered", "tensor_ranks": 1}, "all experts on each rank"),
+    (
+        {"top_k": 1, "apply_router_weight_on_input": True},
+        {"layout": "gathered"},
+        "not its row of x as it stands",
+    ),
     ({}, {"reduce": "after"}, "has not the ranks of this world: call .*init_process_group"),
     ({}, {"reduce": "after", "output": "scattered"}, "Pass output='replicated'"),
     ({}, {"reduce": "fused", "parallel": "expert"}, "pass parallel='tensor'"),
-    ({}, {"layout": "gathered", "parallel": "sharded_tokens"}, "pass parallel='tensor'"),
+    ({}, {"layout": "gathered", "parallel": "sharded_tokens"}, "pass parallel='expert'"),
 ]
 
 
@@ -200,6 +203,30 @@ def test_layouts_have_the_same_bits_and_read_rows_where_they_say(ranks: int) -> 
             y = found["auto"][number]
             assert_matches(weights, call, y)
             assert all(torch.equal(its[number], y) for its in found.values())
+
+
+@pytest.mark.parametrize("parallel", ["expert", "tensor"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_own_rows_are_gathered_in_calls_of_any_number_of_tokens(
+    ranks: int, parallel: Parallel
+) -> None:
+    cfg = config(**{**SIZES, "max_tokens": 300, "dtype": torch.bfloat16})
+    weights = draw_weights(cfg)
+    calls = [draw_call(cfg, tokens, tokens) for tokens in (300, 33, 1, 0)]
+
+    def run(world: World) -> dict[str, list[Tensor]]:
+        found = {}
+        for layout in ("expert_major_persistent", "gathered"):
+            layer = weights.layer(world, parallel=parallel, layout=layout)
+            sizes = layer.experts.engine._sizes  # of the twin
+            assert sizes.gathers_own_rows == (layout == "gathered")
+            found[layout] = [layer(call.x) for call in calls]
+        return found
+
+    for found in virtual.run(run, ranks, twin=moeos.TwinOptions(processors=2)):
+        for call, y, same in zip(calls, *found.values(), strict=True):
+            assert_matches(weights, call, y)
+            assert torch.equal(y, same)
 
 
 def test_no_more_tokens_are_read_in_place_than_a_tile_has_words_for() -> None:

@@ -34,6 +34,8 @@ struct alignas(8) Barrier {
     bytes += static_cast<i32>(count);
     arrive(1);
   }
+  /// One more arrival belongs to the phase, which must not end before.
+  void expect_arrival() { ++pending; }
   void complete(u32 count) {
     bytes -= static_cast<i32>(count);
     end_phase();

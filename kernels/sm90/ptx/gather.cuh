@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+// Copies of 16 bytes from anywhere in global memory into shared memory, which a thread begins and
+// does not wait for. Source: PTX ISA, "cp.async" and "cp.async.mbarrier.arrive".
+#pragma once
+
+#include "kernels/sm90/ptx/barrier.cuh"
+#include "runtime/base.hpp"
+
+namespace moeos::sm90 {
+
+inline constexpr u32 kCopyBytes = 16;
+
+// Addresses that many copies have in common. The compiler knows nothing of them, so it keeps one
+// register, and works out no sum of several copies beforehand.
+struct PieceSource {
+  u64 address;
+  PieceSource() = default;
+  explicit PieceSource(const u8* from) : address(__cvta_generic_to_global(from)) {
+    asm volatile("" : "+l"(address));
+  }
+  /// Piece `nth` behind it. Worked out here and now: so some addresses are there before the first
+  /// of them is used, each in registers of its own, which a copy reads a while after it is issued.
+  PieceSource piece(u32 nth) const {
+    PieceSource found;
+    asm volatile("mad.wide.u32 %0, %1, 16, %2;" : "=l"(found.address) : "r"(nth), "l"(address));
+    return found;
+  }
+};
+struct PieceTarget {
+  u32 address;
+  explicit PieceTarget(u8* to) : address(shared_address(to)) { asm volatile("" : "+r"(address)); }
+};
+
+/// Begins to copy the piece at `from` to `behind` bytes behind `to`. `kSome`: if `there`. `kCut`:
+/// only its first `bytes` bytes, 16 or 0, with zeros behind.
+template <bool kSome, bool kCut>
+inline void copy_piece(const PieceSource& from, bool there, const PieceTarget& to, u32 behind,
+                       u32 bytes) {
+  const u32 target = to.address + behind;
+  if constexpr (kSome) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.u32 p, %2, 0;\n"
+        "@p cp.async.cg.shared.global [%0], [%1], 16, %3;\n"
+        "}" ::"r"(target),
+        "l"(from.address), "r"(there ? 1U : 0U), "r"(kCut ? bytes : kCopyBytes)
+        : "memory");
+  } else if constexpr (kCut) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(from.address),
+                 "r"(bytes)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(from.address)
+                 : "memory");
+  }
+}
+
+/// One more arrival at a barrier, which is pending from now on until all that this thread has begun
+/// to copy is there. So the phase must not end before: another arrival has to be pending.
+inline void arrive_when_copied(Barrier& barrier) {
+  asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" ::"r"(shared_address(&barrier))
+               : "memory");
+}
+
+}  // namespace moeos::sm90

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Own rows that first products read where the caller left their tokens, on the emulated GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moeos.kernel_shape import KernelShape
+from moeos.policies import Policy
+from moeos.slicing import Slicing
+from tests.emulator.emulated import EmulatedLayer, build
+from tests.layers import assert_matches, config, draw_call, draw_given_call, draw_weights
+from tests.nightly import all_but
+
+PROCESSORS = 2
+LAYERS: dict[str, tuple[dict[str, Any], int, int]] = {
+    # Rows that end amid a step; experts with few rows and with many.
+    "a rank alone": ({"hidden": 264, "experts": 5}, 1, 1),
+    # Tiles have rows of both ranks, side by side.
+    "two ranks": ({"hidden": 256, "experts": 4}, 2, 1),
+    "two slices": ({"hidden": 256, "experts": 4}, 1, 2),
+    "rings": ({"hidden": 256, "experts": 4, "row_map": "ragged"}, 2, 1),
+    "capacity": ({"hidden": 256, "experts": 4, "row_map": "capacity", "capacity_factor": 1.0}, 2, 1),
+}
+"""Of a config, what is not usual; how many ranks share out the experts, and how many slices."""
+IN_EVERY_RUN = ("a rank alone", "two ranks")
+
+
+@pytest.mark.parametrize("name", all_but(IN_EVERY_RUN, LAYERS))
+def test_rows_that_are_gathered_give_the_bits_of_copied_ones(name: str, tmp_path: Path) -> None:
+    changes, groups, slices = LAYERS[name]
+    sizes = {"intermediate": 128, "top_k": 2, "max_tokens": 300, "dtype": torch.bfloat16}
+    cfg = config(**(sizes | changes))
+    weights, ranks = draw_weights(cfg), groups * slices
+    layers = []
+    for layout in ("expert_major_persistent", "gathered"):
+        slicing = Slicing(slices, policy=Policy(layout))  # type: ignore[arg-type]
+        folder = tmp_path / layout
+        folder.mkdir()
+        library = build(
+            cfg,
+            ranks,
+            PROCESSORS,
+            folder,
+            slicing=slicing,
+            ring_rows=1 if name == "rings" else None,
+        )
+        layers.append(EmulatedLayer(library, weights, ranks, patience=40, slicing=slicing))
+    copied, gathered = layers
+    for number, tokens in enumerate((300, 40, 1, 0, 9)):
+        draw = draw_given_call if number == 1 else draw_call
+        calls = [draw(cfg, tokens, number + 10 * group) for group in range(groups)]
+        of_ranks = [calls[rank // slices] for rank in range(ranks)]
+        outputs = gathered(of_ranks, number)
+        for y, same, call in zip(outputs, copied(of_ranks, number), of_ranks, strict=True):
+            assert_matches(weights, call, y, f"call {number}")
+            assert torch.equal(y, same), f"call {number}"
+    shape = KernelShape(
+        cfg=slicing.cut(cfg),
+        world_size=groups,
+        processors=PROCESSORS,
+        virtual_ranks=ranks,
+        slicing=slicing,
+    )
+    assert shape.sizes.gathers_own_rows
+    if ranks == 1:  # nobody has written into its cell
+        begin = shape.sizes.first_cell
+        cell = slice(begin, begin + shape.sizes.cell_places * shape.sizes.row_bytes)
+        assert not gathered._heaps[0][cell].any()
+        assert copied._heaps[0][cell].any()
