@@ -188,10 +188,10 @@ class MoELayer(nn.Module):
     not. With `tensor_ranks=T`, below P, ranks form groups of T, of which rank r is in group r // T.
     Groups share out the experts, by the rule of `cfg.experts_of(group, P / T)`, and the ranks of a
     group have slices of theirs, of I / T. With "tensor" they have the same tokens, and the ranks of
-    other groups have others. With "tensor" `layout` says where first products read rows, and
-    `reduce` who adds up what slices make: "fused", the kernel, or "after", torch.distributed behind
-    it. "auto" takes what costs less by the model of `moeos.policies`. docs/tensor_parallel.md has
-    more.
+    other groups have others. With "expert" and "tensor" `layout` says where first products read
+    rows; with "tensor" `reduce` says who adds up what slices make: "fused", the kernel, or "after",
+    torch.distributed behind it. "auto" takes what costs less by the model of `moeos.policies`.
+    docs/tensor_parallel.md has more.
 
     Raises:
         ConfigMismatch: the ranks' configs, placements, or `init`, differ; the same error on all of

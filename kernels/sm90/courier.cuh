@@ -205,6 +205,9 @@ inline Copy outgoing_copy(const RankArguments& arguments, const Rank<Machine>& r
           reinterpret_cast<u64>(outgoing_row(rank, part.peer, row.number))};
 }
 
+/// Whether no row goes anywhere: those of a rank alone that reads them where they are.
+inline constexpr bool kCopiesNone = kGeometry.world == 1 && kGeometry.gathers_own_rows();
+
 /// A courier's way through a call of few tokens. Leaves early if the call has failed.
 inline void run_token_dispatch(const RankArguments& arguments, const Call& call, u32 actor,
                                ParcelLine& line) {
@@ -216,7 +219,8 @@ inline void run_token_dispatch(const RankArguments& arguments, const Call& call,
   while (by_token.take(tokens)) {
     const u32 rows = tokens.end - tokens.first;
     const u8* source = arguments.x_rows + u64{tokens.first} * kGeometry.row_bytes;
-    line.begin(source, rows);
+    const u32 copied = kCopiesNone ? 0 : rows;
+    line.begin(source, copied);
     // Its wait is bounded by the scheduler's watch (os.hpp, run_watcher).
     u32 idle = 0;
     bool leave = false;
@@ -225,7 +229,7 @@ inline void run_token_dispatch(const RankArguments& arguments, const Call& call,
       Machine::pause(idle);
     }
     if (leave || !by_token.begin_part()) {
-      line.drop(rows);
+      line.drop(copied);
       return;
     }
     rank = rank_of_look(arguments);
@@ -237,7 +241,7 @@ inline void run_token_dispatch(const RankArguments& arguments, const Call& call,
       return u64{Machine::count(Machine::ballot(row.goes && row.peer == peer))} *
              kGeometry.sent_bytes;
     });
-    line.spread(source, rows, nth,
+    line.spread(source, copied, nth,
                 row.goes && copies_rows(rank, row.peer)
                     ? reinterpret_cast<u64>(outgoing_row(rank, row.peer, row.number))
                     : 0);

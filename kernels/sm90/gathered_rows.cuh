@@ -71,7 +71,7 @@ class GatheredRows {
 #pragma unroll
           for (u32 n = 0; n < kAtOnce; ++n) {
             const u32 i = first + n;
-            copy_piece<kMixed, !kWholeSteps>(pieces[n], piece_[i] != kNone, i % 2 == 0 ? even : odd,
+            copy_piece<kMixed, !kWholeSteps>(pieces[n], piece_[i], i % 2 == 0 ? even : odd,
                                              i * kRowsAtOnce * kSwizzleBytes,
                                              i < kCopies / 2 ? bytes : bytes_of_half);
           }
@@ -104,7 +104,7 @@ class GatheredRows {
 
   /// A lane looks up a row of each group, and tells whoever copies it.
   void find(const RankArguments& arguments, const Task& task) {
-    const Rank<Machine> rank = rank_of(arguments, nullptr);
+    const Rank<Machine> rank = rank_of_look(arguments);  // or its addresses take registers for all
     const bool narrow = task.narrow != 0;
     half_ = narrow ? kSwizzleBytes : 0;
     const u32 first = Machine::lane() / kPieces;

@@ -31,20 +31,21 @@ struct PieceTarget {
   explicit PieceTarget(u8* to) : address(shared_address(to)) { asm volatile("" : "+r"(address)); }
 };
 
-/// Begins to copy the piece at `from` to `behind` bytes behind `to`. `kSome`: if `there`. `kCut`:
+/// Begins to copy the piece at `from` to `behind` bytes behind `to`. `kSome`: unless `nth` is
+/// kNone. `kCut`:
 /// only its first `bytes` bytes, 16 or 0, with zeros behind.
 template <bool kSome, bool kCut>
-inline void copy_piece(const PieceSource& from, bool there, const PieceTarget& to, u32 behind,
+inline void copy_piece(const PieceSource& from, u32 nth, const PieceTarget& to, u32 behind,
                        u32 bytes) {
   const u32 target = to.address + behind;
   if constexpr (kSome) {
     asm volatile(
         "{\n"
         ".reg .pred p;\n"
-        "setp.ne.u32 p, %2, 0;\n"
+        "setp.ne.u32 p, %2, 0xffffffff;\n"
         "@p cp.async.cg.shared.global [%0], [%1], 16, %3;\n"
         "}" ::"r"(target),
-        "l"(from.address), "r"(there ? 1U : 0U), "r"(kCut ? bytes : kCopyBytes)
+        "l"(from.address), "r"(nth), "r"(kCut ? bytes : kCopyBytes)
         : "memory");
   } else if constexpr (kCut) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(from.address),

@@ -24,8 +24,8 @@ struct PieceTarget {
 };
 
 template <bool kSome, bool kCut>
-void copy_piece(const PieceSource& from, bool there, const PieceTarget& to, u32 behind, u32 bytes) {
-  if (kSome && !there) {
+void copy_piece(const PieceSource& from, u32 nth, const PieceTarget& to, u32 behind, u32 bytes) {
+  if (kSome && nth == kNone) {
     return;
   }
   const u8* source = from.address;
