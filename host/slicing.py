@@ -311,13 +311,13 @@ def slicing_of(
         )
     if parallel != "tensor" and policy.reduce != "auto":
         raise ValueError(
-            f"parallel is {parallel!r}{policy.name}; reduce says how ranks with the same tokens add "
-            "up: leave it out, or pass parallel='tensor'"
+            f"parallel is {parallel!r}{policy.name}; reduce says how ranks with the same tokens "
+            "add up: leave it out, or pass parallel='tensor'"
         )
     if parallel == "sharded_tokens" and policy != AUTO:
         raise ValueError(
-            f"parallel is {parallel!r}{policy.name}; layout says where ranks with whole experts, or "
-            "with the same tokens, read rows: leave it out, or pass parallel='expert'"
+            f"parallel is {parallel!r}{policy.name}; layout says where ranks with whole experts, "
+            "or with the same tokens, read rows: leave it out, or pass parallel='expert'"
         )
     if policy.reduce == "after" and output != "replicated":
         raise ValueError(

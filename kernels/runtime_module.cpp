@@ -417,7 +417,8 @@ NB_MODULE(_runtime, module) {
           "Whether a call of so many tokens reads them where the caller left them.")
       .def_prop_ro(
           "gathers_own_rows", [](const Sizes& s) { return s.geometry.gathers_own_rows(); },
-          "Whether first products read a rank's own tokens where the caller left them, in any call.")
+          "Whether first products read a rank's own tokens where the caller left them, in any "
+          "call.")
       .def_prop_ro("cells", [](const Sizes& s) { return Layout(s.geometry).cells(); })
       .def_prop_ro("intermediate_rows",
                    [](const Sizes& s) { return s.geometry.intermediate_rows_max(); })

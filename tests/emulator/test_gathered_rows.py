@@ -24,7 +24,11 @@ LAYERS: dict[str, tuple[dict[str, Any], int, int]] = {
     "two ranks": ({"hidden": 256, "experts": 4}, 2, 1),
     "two slices": ({"hidden": 256, "experts": 4}, 1, 2),
     "rings": ({"hidden": 256, "experts": 4, "row_map": "ragged"}, 2, 1),
-    "capacity": ({"hidden": 256, "experts": 4, "row_map": "capacity", "capacity_factor": 1.0}, 2, 1),
+    "capacity": (
+        {"hidden": 256, "experts": 4, "row_map": "capacity", "capacity_factor": 1.0},
+        2,
+        1,
+    ),
 }
 """Of a config, what is not usual; how many ranks share out the experts, and how many slices."""
 IN_EVERY_RUN = ("a rank alone", "two ranks")
