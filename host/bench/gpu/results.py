@@ -3,7 +3,8 @@
 
 It is whole at any time, whatever becomes of the process that writes it. Its fields:
     benchmark, ranks, rounds, warm_up_rounds, full_ranks, commit, shapes (name -> the layer's
-        config): what was asked for, the same in every run that adds to the document.
+        config): what was asked for, the same in every run that adds to the document. `benchmark`
+        is the name of the suite and the number of ranks.
     method: how each number is measured, in words.
     runs: for each start of the ranks its command, machine, GPUs, versions and measured rates.
     results: the measured cases; `run` says in which one, and everything in it is of that run.
@@ -61,7 +62,7 @@ class Results:
             for shape in suite.shapes
         }
         self.document: dict[str, Any] = {
-            "benchmark": f"gpu-{ranks}",
+            "benchmark": f"{suite.name}-{ranks}",
             "ranks": ranks,
             "rounds": suite.rounds,
             "warm_up_rounds": suite.warm_up_rounds,

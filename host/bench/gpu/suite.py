@@ -93,8 +93,9 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Suite:
-    """What a suite's file says."""
+    """What a suite's file says; its name is the file's, without the ending."""
 
+    name: str
     rounds: int
     warm_up_rounds: int
     full_ranks: int
@@ -159,12 +160,12 @@ def read(path: Path) -> Suite:
     """
     values = read_toml(path)
     try:
-        return _suite(values, path.parent)
+        return _suite(values, path)
     except (ValueError, TypeError) as error:
         raise type(error)(f"{path}: {error}") from None
 
 
-def _suite(values: Mapping[str, Any], folder: Path) -> Suite:
+def _suite(values: Mapping[str, Any], path: Path) -> Suite:
     _check(values, _OWN | _INHERITED, "a suite")
     for key in ("rounds", "full_ranks", "shapes"):
         if key not in values:
@@ -187,11 +188,11 @@ def _suite(values: Mapping[str, Any], folder: Path) -> Suite:
     for entry in values["shapes"]:
         if not isinstance(entry, dict):
             raise TypeError(f"shapes has {entry!r}; each must be a table, [[shapes]]")
-    shapes = tuple(_shape({**common, **entry}, folder) for entry in values["shapes"])
+    shapes = tuple(_shape({**common, **entry}, path.parent) for entry in values["shapes"])
     names = [shape.name for shape in shapes]
     if not names or len(set(names)) < len(names):
         raise ValueError(f"shapes are {names}; there must be some, with different names")
-    return Suite(rounds, warm_up, full_ranks, few_tokens, shapes)
+    return Suite(path.stem, rounds, warm_up, full_ranks, few_tokens, shapes)
 
 
 def _shape(values: Mapping[str, Any], folder: Path) -> Shape:

@@ -2,7 +2,8 @@
 """The times and ratios that the project has set itself for the layer on GPUs.
 
 A bar is a sum of the limits of the same case, see moeos.bench.gpu.one_rank: G is measured, F, W and
-N follow from measured rates. Knows results of single cases, and nothing of tables.
+N follow from measured rates. The one of a layer with formats is the same layer's time without.
+Knows results of single cases, and nothing of tables.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ FEW_TOKENS = 128
 WEAK_SCALING = 1.06
 """T of several GPUs is at most this many times T(1 GPU), with as many rows and experts on each."""
 WEAK_SCALING_TOKENS = 8192
+
+IN_NUMBERS = "moeos in BF16"
+"""The bar of a layer with formats: moeos' layer without, with the numbers of its codes."""
 
 PUBLISHED = "a published FP8 kernel"
 PUBLISHED_SECONDS = {
@@ -69,6 +73,8 @@ def floor_of(found: Mapping[str, Any]) -> float:
 
 def time_bar(found: Mapping[str, Any]) -> Bar | None:
     """The bar for moeos's time of one case; None where there is none."""
+    if has_formats(found):
+        return Bar(IN_NUMBERS, found["times"]["in_numbers"]["median"])
     bar = _gate_bar(found["shape"], found["tokens"], limits_of(found))
     if bar is not None and found["routing"].startswith("zipf"):
         return Bar(f"{_ZIPF:g} × {bar.words}", _ZIPF * bar.seconds)
@@ -95,8 +101,17 @@ def bars_of(found: Mapping[str, Any], alone: Mapping[str, Any] | None, full: boo
     return every
 
 
+def has_formats(found: Mapping[str, Any]) -> bool:
+    """Whether a case is of a layer with formats, and stands beside the same layer without."""
+    return "in_numbers" in found["times"]
+
+
 def speed_bar(found: Mapping[str, Any]) -> float | None:
-    """How many times faster than the baseline moeos should be at least, on the full deployment."""
+    """How many times faster than the baseline moeos should be at least, on the full deployment;
+    None of a layer with formats, which the baseline has not.
+    """
+    if has_formats(found):
+        return None
     tokens, shape = found["tokens"], found["shape"]
     if tokens <= FEW_TOKENS:
         return 4.0

@@ -24,6 +24,7 @@ LEAST_POINTS = 3
 
 _LINES: Mapping[str, Mapping[str, Any]] = {
     "moeos": {"color": "#d62728", "marker": "o", "linewidth": 2.0},
+    bars.IN_NUMBERS: {"color": "#ff9896", "marker": "v"},
     "NCCL + grouped GEMM": {"color": "#1f77b4", "marker": "s"},
     "G: grouped GEMMs alone": {"color": "#555555", "marker": "^", "linestyle": "--"},
     "F: dense GEMM rate": {"color": "#2ca02c", "linestyle": ":"},
@@ -122,6 +123,8 @@ def _seconds(found: Mapping[str, Any], line: str) -> float | None:
     time: float | None
     if line == "moeos":
         time = bars.time_of(found)
+    elif line == bars.IN_NUMBERS:
+        time = found["times"]["in_numbers"]["median"] if bars.has_formats(found) else None
     elif line == "NCCL + grouped GEMM":
         time = found["times"]["baseline"]["median"]
     else:

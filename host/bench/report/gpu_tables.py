@@ -27,9 +27,11 @@ def conditions(results: Mapping[str, Any]) -> str:
         if ranks < full
         else ""
     )
+    coded = any(map(bars.has_formats, results["results"]))
+    formats = " but for the formats that each table names" if coded else ""
     starts = f", measured in {len(runs)} starts of the ranks" if len(runs) > 1 else ""
     return (
-        f"{ranks} × {first['gpu']['name']} of one host{smaller}; bfloat16; driver "
+        f"{ranks} × {first['gpu']['name']} of one host{smaller}; bfloat16{formats}; driver "
         f"{first['driver']}, CUDA {versions['cuda']}, NCCL {versions['nccl']}, PyTorch "
         f"{versions['torch']}, moeos {versions['moeos']}, {provenance.source(results['commit'])}"
         f"{starts}. Times are of the slowest rank, medians of {results['rounds']} interleaved "
@@ -95,6 +97,9 @@ def _heading(results: Mapping[str, Any], name: str, layer: Mapping[str, Any]) ->
         f"**{name}**: H {layer['hidden']}, I {layer['intermediate']}, E {layer['experts']}, "
         f"k {layer['top_k']}, {layer['activation']}"
     )
+    if layer.get("weight_format") is not None:
+        tokens = layer["activation_format"] or layer["dtype"]
+        about += f"; weights in {layer['weight_format']}, tokens in {tokens}"
     if not gpu_plots.is_drawn(results, name):
         return about
     picture = f"{gpu_plots.FOLDER}/{gpu_plots.file_name(results, name)}"

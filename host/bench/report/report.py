@@ -5,9 +5,10 @@
 the one page of docs/performance/ where lines with the markers `<!-- benchmark twin -->` and
 `<!-- end of benchmark twin -->` stand. So no number there is typed by hand. It draws the plots of a
 GPU benchmark into plots/ beside the file, and those of an evaluation or a straggler study beside
-the file. It compares the results of all numbers of GPUs that lie beside the file, with each other
-and with what they have to reach. It measures nothing; what a kind of results looks like, the files
-*tables.py know. `--document` names another page, such as docs/reliability.md.
+the file. It compares the results of the suite gpu.toml on all numbers of GPUs that lie beside the
+file, with each other and with what they have to reach. It measures nothing; what a kind of results
+looks like, the files *tables.py know. `--document` names another page, such as
+docs/reliability.md.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ SCALING = "weak-scaling"
 """The name between whose markers the comparison of numbers of GPUs goes,"""
 BARS = "bars"
 """and that of what all of them have to reach."""
+COMPARED = "gpu"
+"""The suite whose results these two are of."""
 
 _WIDEST = 200  # characters of a table on stdout
 
@@ -71,9 +74,10 @@ def execute(json_file: Path, document: Path) -> int:
         raise ValueError(f"{json_file}: not the results of a benchmark: {error!r}") from error
     folder = json_file.parent
     written = put(pages(document), name, tables, folder)
-    if of_gpus(results):
+    if is_compared(results):
         written = put(written, SCALING, scaling(folder), folder)
         written = put(written, BARS, bars(folder), folder)
+    if of_gpus(results):
         gpu_plots.draw(results, folder / gpu_plots.FOLDER)
     if results["benchmark"].startswith(straggler_tables.PREFIX):
         straggler_plots.draw(results, folder)
@@ -98,9 +102,14 @@ def load(json_file: Path) -> dict[str, Any]:
 
 
 def of_gpus(results: Mapping[str, Any]) -> bool:
-    """Whether the results are those of moeos.bench.gpu."""
+    """Whether the results are those of moeos.bench.gpu, whatever the suite."""
+    return "full_ranks" in results
+
+
+def is_compared(results: Mapping[str, Any]) -> bool:
+    """Whether they are of the suite whose results on all numbers of GPUs stand side by side."""
     name: str = results["benchmark"]
-    return name.startswith("gpu-")
+    return of_gpus(results) and name == f"{COMPARED}-{results['ranks']}"
 
 
 def of_evaluation(results: Mapping[str, Any]) -> bool:
@@ -116,20 +125,20 @@ def evaluation_scaling(results: Mapping[str, Any], folder: Path) -> Section:
 
 
 def scaling(folder: Path) -> str:
-    """The comparison of all GPU results in a folder, as Markdown; "" of fewer than two."""
-    section = gpu_tables.scaling(_of_gpus_in(folder))
+    """The comparison of numbers of GPUs in a folder, as Markdown; "" of fewer than two."""
+    section = gpu_tables.scaling(_compared_in(folder))
     return "" if section is None else table(section)
 
 
 def bars(folder: Path) -> str:
-    """What all GPU results in a folder have reached of the bars, as Markdown; "" of none."""
-    section = bar_tables.section(_of_gpus_in(folder))
+    """What they have reached of the bars, as Markdown; "" of none."""
+    section = bar_tables.section(_compared_in(folder))
     return "" if section is None else table(section)
 
 
-def _of_gpus_in(folder: Path) -> list[dict[str, Any]]:
+def _compared_in(folder: Path) -> list[dict[str, Any]]:
     found = [load(file) for file in sorted(folder.glob("*.json"))]
-    return [results for results in found if of_gpus(results)]
+    return [results for results in found if is_compared(results)]
 
 
 def pages(document: Path) -> dict[Path, str]:

@@ -35,9 +35,9 @@ tokens = [2048]
 """
 
 
-def small_suite(folder: Path, text: str = TWO_SHAPES) -> Path:
+def small_suite(folder: Path, text: str = TWO_SHAPES, name: str = SUITE.stem) -> Path:
     """The file of a suite with two shapes."""
-    path = folder / "suite.toml"
+    path = folder / f"{name}.toml"
     path.write_text(text)
     return path
 

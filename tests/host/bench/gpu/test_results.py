@@ -41,6 +41,17 @@ def test_a_complete_document_has_every_field_of_every_case(tmp_path: Path) -> No
             assert of_one["quartiles"][0] <= of_one["median"] <= of_one["quartiles"][1]
 
 
+def test_a_document_has_the_name_of_its_suite(tmp_path: Path) -> None:
+    """So that results of two suites, on as many ranks, are not taken for each other."""
+    asked = suite.read(small_suite(tmp_path, name="fp8"))
+    results = Results(tmp_path / "out.json", asked, 2, COMMIT, METHOD)
+    results.write()
+    assert results.document["benchmark"] == "fp8-2"
+    other = suite.read(small_suite(tmp_path, name="gpu"))
+    with pytest.raises(ValueError, match=r"has benchmark 'fp8-2', and this run 'gpu-2'"):
+        Results(tmp_path / "out.json", other, 2, COMMIT, METHOD)
+
+
 def test_quartiles_are_of_the_slowest_ranks_rounds() -> None:
     assert timing([5.0, 1.0, 2.0, 4.0, 3.0]) == {
         "seconds": [5.0, 1.0, 2.0, 4.0, 3.0],

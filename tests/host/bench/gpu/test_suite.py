@@ -162,5 +162,5 @@ def test_a_mistake_in_a_file_is_named_with_the_file(
     tmp_path: Path, old: str, new: str, said: str
 ) -> None:
     path = small_suite(tmp_path, TWO_SHAPES.replace(old, new, 1))
-    with pytest.raises((ValueError, TypeError), match=rf"suite\.toml: .*{said}"):
+    with pytest.raises((ValueError, TypeError), match=rf"gpu\.toml: .*{said}"):
         suite.read(path)

@@ -51,6 +51,13 @@ def test_a_case_has_the_bar_of_its_shape_and_size(
     assert bar.seconds == pytest.approx(microseconds * MICRO)
 
 
+def test_a_layer_with_formats_may_take_what_it_takes_without() -> None:
+    found = case("qwen3-30b-a3b", 128, "zipf:1.2")
+    found["times"]["in_numbers"] = {"median": 110 * MICRO}
+    assert bars.time_bar(found) == bars.Bar("moeos in BF16", 110 * MICRO)
+    assert bars.speed_bar(found) is None
+
+
 @pytest.mark.parametrize("found", [case("mixtral-8x7b", 8192), case("thesis-e8", 2048)])
 def test_a_case_that_nobody_set_a_bar_for_has_none(found: Any) -> None:
     assert bars.time_bar(found) is None

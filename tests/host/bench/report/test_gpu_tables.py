@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from moeos.bench.gpu.results import timing
 from moeos.bench.report import gpu_plots, gpu_tables, report
 from tests.host.bench.measured import measured, small_suite
 
@@ -72,6 +73,59 @@ def test_numbers_of_gpus_are_compared_where_they_measured_the_same(tmp_path: Pat
         ["other", "2048", "100 µs", "", ""],
     ]
     assert gpu_tables.scaling([one]) is None
+
+
+CODED_SUITE = """
+rounds = 3
+full_ranks = 2
+tokens = [8, 128, 2048]
+[[shapes]]
+name = "qwen3-30b-a3b"
+[shapes.layer]
+hidden = 256
+intermediate = 128
+experts = 8
+top_k = 2
+weight_format = "fp8_block128"
+activation_format = "fp8_group128"
+"""
+
+
+def coded_document(folder: Path) -> Path:
+    """Results of a suite of a layer with formats, which takes 1.25 times as long as without."""
+    file = folder / "fp8-2.json"
+    results = measured(file, small_suite(folder, CODED_SUITE, "fp8"), 2)
+    for found in results.document["results"]:
+        found["times"]["in_numbers"] = timing([80e-6] * 3)
+    results.write()
+    return file
+
+
+def test_a_layer_with_formats_is_judged_by_the_same_layer_without(tmp_path: Path) -> None:
+    found = report.load(coded_document(tmp_path))
+    [section] = gpu_tables.sections(found)
+    cells = dict(zip(section.columns, section.rows[0][1:], strict=True))
+    assert (cells["bar"], cells["T / bar"]) == ("moeos in BF16 = 80 µs", "1.25")
+    assert cells["times as fast"] == "3.00"
+    assert "; weights in fp8_block128, tokens in fp8_group128" in section.heading
+    assert "; bfloat16 but for the formats that each table names; driver" in (
+        gpu_tables.conditions(found)
+    )
+    lines = gpu_plots.series(found, "qwen3-30b-a3b")
+    assert lines["moeos in BF16"] == pytest.approx([80.0] * 3)
+
+
+def test_results_of_another_suite_have_their_own_page_and_no_part_in_comparisons(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib draws the plots")
+    page = tmp_path / "page.md"
+    page.write_text(EMPTY + "<!-- benchmark fp8-2 -->\n<!-- end of benchmark fp8-2 -->\n")
+    report.execute(coded_document(tmp_path), page)
+    text = page.read_text()
+    assert text.startswith(EMPTY)
+    assert f"({gpu_plots.FOLDER}/fp8-2-qwen3-30b-a3b.svg)" in text
+    assert report.bars(tmp_path) == report.scaling(tmp_path) == ""
 
 
 def test_the_command_writes_tables_plots_and_the_comparison(tmp_path: Path) -> None:
