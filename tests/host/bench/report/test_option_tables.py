@@ -17,12 +17,26 @@ RESULTS = sorted(
 
 
 @pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)
-def test_each_layer_has_a_table_of_tokens_by_contestants(file: Path) -> None:
+def test_each_layer_has_all_tokens_and_contestants(file: Path) -> None:
     results = json.loads(file.read_text())
     sections = report.sections(results)
-    assert len(sections) == len(results["layers"]) > 0
-    for section, of_layer in zip(sections, results["layers"].values(), strict=True):
-        assert len(section.rows) == len(of_layer["results"])
-        for row, case in zip(section.rows, of_layer["results"], strict=True):
-            assert row[0] == str(case["tokens"])
-            assert len(row) == 1 + len(case["seconds"]) == 1 + len(section.columns)
+    assert results["layers"]
+    for layer, of_layer in results["layers"].items():
+        mine = [section for section in sections if section.title == f"{layer}, tokens"]
+        cases = of_layer["results"]
+        columns = {name for section in mine for name in section.columns}
+        assert columns == set(cases[0]["seconds"])
+        for section in mine:
+            assert [row[0] for row in section.rows] == [str(case["tokens"]) for case in cases]
+            assert {len(row) for row in section.rows} == {1 + len(section.columns)}
+
+
+def test_contestants_with_tokens_in_fp8_have_a_table_beside_the_first_of_all() -> None:
+    times = {"plain": 1e-6, "mxfp4": 2e-6, "mxfp4 by FP8": 3e-6}
+    seconds = {name: {"median": median} for name, median in times.items()}
+    results = {"layers": {"a": {"results": [{"tokens": 8, "seconds": seconds}]}}}
+    found = [(section.columns, section.rows) for section in option_tables.sections(results)]
+    assert found == [
+        (["plain", "mxfp4"], [["8", "1 µs", "2 µs"]]),
+        (["plain", "mxfp4 by FP8"], [["8", "1 µs", "3 µs"]]),
+    ]
