@@ -12,12 +12,13 @@ import argparse
 import random
 import time
 from collections.abc import Sequence
+from unittest import mock
 
 import pytest
 import torch
 
 import moeos
-from moeos import MoEConfig, NumericalError, World, reference
+from moeos import MoEConfig, NumericalError, World, reference, sizes
 from tests.gpu.cases import (
     DEADLINE,
     LARGE_EXPERTS,
@@ -66,7 +67,11 @@ OTHERS = {
     ),
     "large experts": config(dtype=torch.bfloat16, experts=8, **LARGE_EXPERTS),
 }
-
+UNEVEN = config(
+    dtype=torch.bfloat16, hidden=512, intermediate=384, experts=16, top_k=2, max_tokens=4096
+)
+POPULAR = -2.0 * torch.arange(1, UNEVEN.experts + 1).log()
+"""By Zipf's law with 2.0: nearly all rows of all ranks are for the first one's experts."""
 
 GRADIENTS = config(
     dtype=torch.bfloat16,
@@ -108,6 +113,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         began = time.monotonic()
         check_many_calls(world, LARGE, calls)
         say(world, f"{calls} calls back to back are right, bit for bit", began)
+        if world.size > 1:
+            began = time.monotonic()
+            with few_places():
+                check_many_calls(world, UNEVEN, calls, POPULAR)
+            say(world, f"{calls} calls that use places in turn are right, bit for bit", began)
+
+
+def few_places() -> mock._patch[int]:
+    """Layers made in it have places between the products for the rows of even routing, and no more.
+
+    Else two ranks have a place for each row, and four use them in turn in the rarest calls alone.
+    `tests/host/test_kernel_shape.py` holds that calls of `UNEVEN` by `POPULAR` have more rows.
+    """
+    return mock.patch.object(sizes, "_BETWEEN_SHARES", 1)
 
 
 def say(world: World, what: str, began: float) -> None:
@@ -210,8 +229,11 @@ def check_recovery(world: World, cfg: MoEConfig) -> None:
     assert_matches(weights, good, layer(good), f"rank {world.rank}, after the reset")
 
 
-def check_many_calls(world: World, cfg: MoEConfig, calls: int) -> None:
-    """Calls without a barrier, whose token counts change every time.
+def check_many_calls(
+    world: World, cfg: MoEConfig, calls: int, popular: torch.Tensor | None = None
+) -> None:
+    """Calls without a barrier, whose token counts change every time. The gate routes them, or
+    `popular` does, as in `draw_given_call`.
 
     An output depends on the rank's own tokens alone, bit for bit, whatever the peers send. So each
     output is compared on the GPU with the first one of the same input, and these with the
@@ -220,7 +242,7 @@ def check_many_calls(world: World, cfg: MoEConfig, calls: int) -> None:
     weights = draw_weights_on_gpu(cfg)
     layer = RankLayer(weights, world)
     drawn = random.Random(world.rank)
-    inputs = draw_inputs(weights, drawn, world.rank)
+    inputs = draw_inputs(weights, drawn, world.rank, popular)
     firsts: list[torch.Tensor | None] = [None] * INPUTS
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(calls):
@@ -240,11 +262,18 @@ def check_many_calls(world: World, cfg: MoEConfig, calls: int) -> None:
             assert_matches(weights, inputs[place], first, f"rank {world.rank}, input {place}")
 
 
-def draw_inputs(weights: Weights, drawn: random.Random, rank: int) -> list[Call]:
+def draw_inputs(
+    weights: Weights, drawn: random.Random, rank: int, popular: torch.Tensor | None
+) -> list[Call]:
     """Calls with 0, 1 and other numbers of tokens up to the most."""
     most = weights.cfg.max_tokens
     counts = [0, 1, most, *(drawn.randrange(most) for _ in range(INPUTS - 3))]
-    return [draw_routed_call(weights, n, 1000 * rank + i) for i, n in enumerate(counts)]
+    if popular is None:
+        return [draw_routed_call(weights, n, 1000 * rank + i) for i, n in enumerate(counts)]
+    return [
+        call_on_gpu(draw_given_call(weights.cfg, n, 1000 * rank + i, popular))
+        for i, n in enumerate(counts)
+    ]
 
 
 if __name__ == "__main__":

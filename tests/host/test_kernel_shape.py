@@ -14,8 +14,10 @@ from moeos import MoEConfig, World, kernel_shape
 from moeos.experts import check_supported
 from moeos.kernel_shape import KernelShape, route_columns
 from moeos.slicing import Slicing
+from tests.gpu import multi
 from tests.gpu.cases import LARGE_EXPERTS
 from tests.host.kernel_shapes import LAYER, shape
+from tests.layers import draw_given_call
 from tests.processes import ROOT
 
 
@@ -199,6 +201,21 @@ def test_worlds_of_two_have_places_between_the_products_for_every_row(
     share = -(-ranks * cfg.max_tokens * cfg.top_k * local // cfg.experts)
     assert sizes.between_rows == (0 if ranks <= 2 else 2 * share + 128 * local)
     assert sizes.intermediate_rows >= min(sizes.between_rows, ranks * cfg.max_tokens)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_uneven_calls_of_several_gpus_have_more_rows_than_places(ranks: int) -> None:
+    """So `tests.gpu.multi` makes calls that use places in turn."""
+    cfg = multi.UNEVEN
+    with multi.few_places():
+        places = KernelShape(cfg=cfg, world_size=ranks, processors=131).sizes.between_rows
+    every = [
+        draw_given_call(cfg, cfg.max_tokens, 1000 * rank + 2, multi.POPULAR)
+        for rank in range(ranks)
+    ]
+    of_first = cfg.experts_per_rank(ranks)
+    ids = torch.cat([call.ids for call in every if call.ids is not None])
+    assert int(((ids >= 0) & (ids < of_first)).sum()) > 1.3 * places > 0
 
 
 @pytest.mark.parametrize(("ranks", "local"), [(1, 128), (2, 64), (3, 43), (4, 32), (128, 1)])
