@@ -46,7 +46,8 @@ def sections(results: Mapping[str, Any]) -> list[Section]:
     for name, layer in results["shapes"].items():
         cases = cases_of(results, name)
         if cases:
-            rows = [_row(found, results["ranks"] >= results["full_ranks"]) for found in cases]
+            full = results["ranks"] >= max(2, results["full_ranks"])  # alone, it sends nothing
+            rows = [_row(found, full) for found in cases]
             made.append(Section("tokens", _COLUMNS, rows, _heading(results, name, layer)))
     return made
 

@@ -101,6 +101,13 @@ def coded_document(folder: Path) -> Path:
     return file
 
 
+def test_a_deployment_of_one_gpu_has_no_ratio_to_the_all_to_all_to_reach(tmp_path: Path) -> None:
+    text = CODED_SUITE.replace("full_ranks = 2", "full_ranks = 1")
+    found = measured(tmp_path / "small-1.json", small_suite(tmp_path, text, "small"), 1).document
+    [section] = gpu_tables.sections(found)
+    assert section.rows[0][section.columns.index("times as fast") + 1] == "3.00"
+
+
 def test_a_layer_with_formats_is_judged_by_the_same_layer_without(tmp_path: Path) -> None:
     found = report.load(coded_document(tmp_path))
     [section] = gpu_tables.sections(found)

@@ -11,10 +11,10 @@ import pytest
 from moeos.bench.report import peer_tables, report
 from tests.processes import ROOT
 
-RESULTS = sorted((ROOT / "results" / "h100").glob(f"{peer_tables.PREFIX}*.json"))
+RESULTS = sorted((ROOT / "results").rglob(f"{peer_tables.PREFIX}*.json"))
 
 
-@pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", RESULTS, ids=lambda file: f"{file.parent.name}-{file.stem}")
 def test_every_call_has_all_contestants_and_their_ratio(file: Path) -> None:
     results = json.loads(file.read_text())
     sections = report.sections(results)
