@@ -72,9 +72,9 @@ inline void compute_columns(const RankArguments& arguments, const Slot& slot, Re
 /// A warpgroup's 64 rows of a part: of a tile, of a wide tile that is cut into narrow parts, or of
 /// a narrow tile, of which there is one. `word`: what the slot was given;
 /// `place`: which slot it is.
-inline void compute_tile(const RankArguments& arguments, const Slot& slot, ReadyWord word,
-                         const Task& task, u32 group, u32 place, Shared& shared,
-                         RingPosition<kStages>& stage) {
+MOEOS_INLINED void compute_tile(const RankArguments& arguments, const Slot& slot, ReadyWord word,
+                                const Task& task, u32 group, u32 place, Shared& shared,
+                                RingPosition<kStages>& stage) {
   if constexpr (kTokensAreColumns) {
     if (is_coded(task)) {
       compute_columns<kTokensAreColumns>(arguments, slot, word, task, group, place, shared, stage);
