@@ -44,6 +44,16 @@ SHARED_EXPERTS = {
     "qwen3-30b-a3b": "shared_experts = 2\nshared_intermediate = 768\n",
 }
 """Configs that are compiled with shared experts, too: what their models have, or several."""
+BY_FP8 = 'activation_format = "fp8_group128"\n'
+OF_CODES = {
+    "qwen3-30b-a3b with 4 bits by fp8 and a shared expert": (
+        'weight_format = "mxfp4"\nshared_experts = 1\nshared_intermediate = 768\n' + BY_FP8
+    ),
+    "qwen3-30b-a3b with 4 bits by fp8 and results in fp8": (
+        'weight_format = "mxfp4"\nresult_format = "fp8_group128"\n' + BY_FP8
+    ),
+}
+"""Layers whose tiles have the most code, compiled for two ranks: products of codes, and others."""
 EVERYWHERE = 8
 """Ranks of a world that all configs are compiled for."""
 WITH_FP32_ROUTER = " with an fp32 router"
@@ -53,6 +63,7 @@ KERNELS = [
     *((name, 1) for name in ALONE),
     *((name + WITH_FP32_ROUTER, EVERYWHERE) for name in FP32_ROUTERS),
     *((name + WITH_SHARED, ranks) for name in SHARED_EXPERTS for ranks in (1, 2, EVERYWHERE)),
+    *((name, 2) for name in OF_CODES),
 ]
 SECONDS = 1100
 """For all kernels; one takes 10 to 20 on a core of its own, and others may work beside them."""
@@ -75,10 +86,11 @@ def compile_config(kernel: tuple[str, int], folder: Path) -> Compiled:
     config = CONFIGS.get(name)
     if config is None:
         config = folder / f"{name}.toml"
-        of = name.removesuffix(WITH_FP32_ROUTER).removesuffix(WITH_SHARED)
-        more = (
-            'router_dtype = "float32"\n' if name.endswith(WITH_FP32_ROUTER) else SHARED_EXPERTS[of]
-        )
+        of = name.partition(" with ")[0]
+        if name.endswith(WITH_FP32_ROUTER):
+            more = 'router_dtype = "float32"\n'
+        else:
+            more = OF_CODES[name] if name in OF_CODES else SHARED_EXPERTS[of]
         config.write_text(more + CONFIGS[of].read_text())
     code, out, err = commands.invoke("compile", config, *options)
     document = json.loads(report.read_text()) if report.exists() else {}
