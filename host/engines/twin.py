@@ -238,15 +238,23 @@ class TwinEngine:
         checked = self._checked(tensors)  # all of it, before anything is sent
         rows, counted = checked.x.shape[0], checked.tokens is not None
         self._left = self._reduction.leaves_partials(rows, counted=counted)
-        if self._left:
-            self._reduction.begin()
-        for piece in pieces_of(checked, self._cfg.max_tokens):
-            self._call(piece)
-        if self._left:
+        if not self._left:
+            self._call_pieces(checked)
+            return
+        self._reduction.begin()
+        try:
+            self._call_pieces(checked)
             self._add_up(checked)
+        except BaseException as error:
+            # Behind the kernel, too, a rank that leaves without sums fails the workspace.
+            self._shared.give_up(interrupted=not isinstance(error, PeerTimeout))
+            raise
+
+    def _call_pieces(self, tensors: CallTensors) -> None:
+        for piece in pieces_of(tensors, self._cfg.max_tokens):
+            self._call(piece)
 
     def _add_up(self, tensors: CallTensors) -> None:
-        """Behind the kernel. A rank that leaves without sums fails the workspace, as in a call."""
         identity = calls.identity(self._number, tensors.pieces)
         rank = self._shape.rank
         assert rank is not None  # only the end of the workspace ends it
@@ -256,11 +264,7 @@ class TwinEngine:
             if failure.epoch < rank.epoch:  # a peer may have failed in a call behind this
                 self._require_well(failure, identity)
 
-        try:
-            self._reduction.add_up(tensors.out, look)
-        except BaseException as error:
-            self._shared.give_up(interrupted=not isinstance(error, PeerTimeout))
-            raise
+        self._reduction.add_up(tensors.out, look)
 
     def _make_gradients(self) -> None:
         if self._gradients is None:

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable
 
 from moeos import _runtime, _twin, agreement
+from moeos._runtime import FailureKind
 from moeos.all_reduce import AllReduce
 from moeos.call_gate import CallGate
 from moeos.control import raise_together
@@ -129,7 +130,7 @@ class TwinWorkspace:
         """
         if self._live_world().size > 1:
             return
-        rank = next((shape.rank for shape in self._shapes.values() if shape.rank), None)
+        rank = self._rank()
         if rank is not None and may_go_on(rank.failure().kind):
             with HeldSignals():
                 self.clear()
@@ -151,14 +152,23 @@ class TwinWorkspace:
 
     def interrupt(self, reason: str) -> None:
         """Ends this rank's call, and its peers'."""
-        self.give_up(interrupted=False)
+        with self._lock:
+            rank = self._rank()
+            if rank is not None:
+                rank.abort()
 
     def give_up(self, *, interrupted: bool) -> None:
-        """The same; `interrupted`: by a signal, behind the kernel of the last call."""
+        """The same, where nothing has failed. `interrupted`: by a signal, behind the kernel of the
+        last call.
+        """
         with self._lock:
-            rank = next((shape.rank for shape in self._shapes.values() if shape.rank), None)
-            if rank is not None:
+            rank = self._rank()
+            if rank is not None and rank.failure().kind == FailureKind.NONE:
                 rank.abort(interrupted)
+
+    def _rank(self) -> _twin.Rank | None:
+        """Any of them: failures are of all."""
+        return next((shape.rank for shape in self._shapes.values() if shape.rank), None)
 
     def end(self, *, world_ends: bool = False) -> bool:
         """Joins the threads, frees the buffers, unmaps the heap. False beside an interruption."""
