@@ -116,6 +116,10 @@ bool of_few_rows(Random& random, bool narrow) {
       count(lone, source, expert, random() % 3 == 0 ? 0 : random() % 9);
     }
   }
+  for (u32 source = 0; source < world; ++source) {
+    *reinterpret_cast<u64*>(lone.heaps[0] + lone.layout.call_of(LoneRank::kEpoch, source)) =
+        count_word(LoneRank::kEpoch, lone.call.identity);
+  }
   if (lone.geometry.one_tile_rows() == 0) {
     return false;
   }
