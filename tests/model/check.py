@@ -110,6 +110,8 @@ READS_WRONG_PUT = "assertion violated (row_here[...]==epoch[_pid])"
 READS_NO_ROW = "assertion violated (row[...]==call)"
 READS_NO_PRODUCT = "assertion violated (inner[...]==call)"
 READS_NO_RESULT = "assertion violated (result[...]==call)"
+RUNS_TWICE = "assertion violated  !(ran[...])"
+SLOTS_ARE_TAKEN = "assertion violated (published==0)"
 OVERWRITES_PLACE = "assertion violated ((reader[...]==255)||(reader[...]==tile))"  # NONE
 REPLACES_ROW = "assertion violated  !(needed[...])"
 READS_OLD_ROW = "assertion violated (at[...]==(1+row))"
@@ -196,6 +198,10 @@ WORLDS = [
     ),
     world("2 ranks, 2 calls, planned up front, one processor", "up_front", 1_000_000, "PARTS=1"),
     world("2 ranks, 2 calls, one planned up front, one by rows", "up_front", 600_000, "BY_ROWS=1"),
+    world("few rows of two sources, three processors", "decision", 2_000_000, "PROCESSORS=3"),
+    world("few rows of three sources", "decision", 150_000, "SOURCES=3", "PARTS=1"),
+    world("few rows of two sources", "decision", 80_000),
+    world("rows of two sources that are not few", "decision", 60_000, "MANY"),
     world("a pool of two rows, a processor, parts", "pool", 300_000, "PROCESSORS=1"),
     world("a pool of two rows, four tiles", "pool", 200_000, "TILES=4", "PARTS=1"),
     world("a pool of two rows, three tiles", "pool", 50_000, "PARTS=1"),
@@ -363,6 +369,11 @@ MUTATIONS = [
         *("PROCESSORS_AWAIT_PLACES", "PROCESSORS=1", "PARTS=1"),
     ),
     mutation("places that stay taken", "pool", DEADLOCK, "PLACES_STAY_TAKEN"),
+    mutation("a plan by one source's counts", "decision", DEADLOCK, "ONE_COUNT_DECIDES"),
+    mutation("processors that plan what is told", "decision", RUNS_TWICE, "PROCESSORS_DO_NOT_ASK"),
+    mutation("tiles of what processors plan", "decision", RUNS_TWICE, "SUBSCRIBER_DOES_NOT_ASK"),
+    mutation("parts without slots", "decision", DEADLOCK, "NO_SLOTS_ARE_RESERVED"),
+    mutation("slots that are taken before", "decision", SLOTS_ARE_TAKEN, "SLOTS_ARE_TAKEN_BEFORE"),
     mutation("rows that do not wait for their places", "rings", REPLACES_ROW, "PLACES_NOT_AWAITED"),
     mutation("rows behind a ring that stay old", "rings", READS_OLD_ROW, "TAILS_STAY_OLD"),
     mutation("remainders that wait for all sources", "rings", DEADLOCK, "REMAINDERS_WAIT"),
