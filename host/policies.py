@@ -27,12 +27,15 @@ Reduce = Literal["auto", "fused", "after"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 REDUCES: tuple[Reduce, ...] = get_args(Reduce)
 
+_COPIES: tuple[Layout, ...] = ("expert_major", "expert_major_persistent")
+"""Rows are copied into the order of experts. The paper tells these two apart by the kernel of the
+second product; here both products are one kernel's, which is persistent."""
+
 _NOT_BUILT: dict[str, str] = {
-    "expert_major": "starts a kernel for each product, and moeos has one kernel, which is "
-    "persistent: pass layout='expert_major_persistent'",
-    "token_major": "keeps rows between the products in the order of tokens, and this kernel's "
-    "tiles have theirs by expert: pass layout='gathered' for up to "
-    f"{_runtime.IN_PLACE_TOKENS} tokens, or layout='auto'",
+    "token_major": "keeps rows between the products in the order of tokens, of which the second "
+    "product would load each alone; this kernel's lie in tiles, which are of one expert: pass "
+    f"layout='gathered' for up to {_runtime.IN_PLACE_TOKENS} tokens, whose first product reads "
+    "tokens as that layout's does, or layout='auto'",
 }
 
 ALL_REDUCE_BYTES = {2: 355e9, 4: 368e9, 8: 470e9}
@@ -72,7 +75,7 @@ class Policy:
         """In calls of up to so many tokens a rank alone reads tokens where the caller left them
         (Geometry's `in_place_tokens`). `cfg`: of a slice.
         """
-        if self.layout == "expert_major_persistent":
+        if self.layout in _COPIES:
             return 0
         if self.layout == "gathered":
             return int(_runtime.IN_PLACE_TOKENS)

@@ -87,19 +87,21 @@ def gradients_of(
     ranks_per_node: int | None = None,
     placement: Placement | None = None,
     slicing: Slicing = WHOLE,
+    backend: str = "twin",
 ) -> list[Gradients]:
-    """What the twin makes of one call of each rank."""
+    """What the twin makes of one call of each rank, or another backend; on the CPU."""
+    device = "cuda" if backend == "cuda" else "cpu"
 
     def rank_main(world: World) -> Gradients:
         output = {} if slicing.everywhere else {"output": "scattered"}
         layer = weights.layer(world, placement=placement, **slicing.arguments, **output)
-        call = leaves_of(calls[world.rank])
+        call = leaves_of(calls[world.rank].each(lambda tensor: tensor.to(device)))
         mine = slicing.tokens_of(world.rank, len(call.x))
-        d_out = drawn(call, _source(slicing, world.rank))[mine.start : mine.stop]
-        call(layer.requires_grad_()).backward(d_out)
-        return found_of(call, layer)
+        d_out = drawn(calls[world.rank], _source(slicing, world.rank))[mine.start : mine.stop]
+        call(layer.requires_grad_()).backward(d_out.to(device))
+        return {name: one.cpu() for name, one in found_of(call, layer).items()}
 
-    return virtual.run(rank_main, ranks=len(calls), twin=twin, ranks_per_node=ranks_per_node)
+    return virtual.run(rank_main, len(calls), backend, twin=twin, ranks_per_node=ranks_per_node)
 
 
 def expected_of(

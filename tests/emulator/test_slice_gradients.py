@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeos import reference
+from moeos import Placement, reference
 from moeos.slicing import Slicing
-from tests.emulator.test_gradients import EmulatedGradients, made
+from tests.emulator.emulated import EmulatedLayer, build
+from tests.emulator.test_gradients import PATIENCE, PROCESSORS, EmulatedGradients, made
 from tests.gradients import OF_EXPERTS, TOLERANCE, assert_match, expected_of
 from tests.layers import Call, config, draw_given_call
 from tests.nightly import all_but
@@ -98,6 +99,43 @@ def test_a_token_has_the_gradients_of_all_its_slices(name: str, tmp_path: Path) 
         found = emulated.gradients(calls, number)
         wanted = {"x", "topk_weights", *OF_EXPERTS}
         assert_match(emulated._weights, calls, found, wanted, slicing=slicing)
+
+
+@pytest.mark.parametrize(
+    "slicing", all_but((Slicing(2),), (Slicing(2), Slicing(2, apart=True))), ids=str
+)
+def test_what_a_forward_call_of_slices_saves_is_found(slicing: Slicing, tmp_path: Path) -> None:
+    cfg, ranks = config(**SIZES, save="preactivation"), 2
+    where = slicing.placement(cfg.experts, ranks) if slicing.apart else ranks
+    places = where.most if isinstance(where, Placement) else 0
+    folders = tmp_path / "forward", tmp_path / "backward"
+    for folder in folders:
+        folder.mkdir()
+    library = build(cfg, ranks, PROCESSORS, folders[0], places=places, saves=True, slicing=slicing)
+    backward = made(cfg, where, folders[1], saves=True, slicing=slicing)
+    forward = EmulatedLayer(
+        library,
+        backward._weights,
+        ranks,
+        patience=PATIENCE,
+        slicing=slicing,
+        placement=where if isinstance(where, Placement) else None,
+    )
+    sources = slicing.place(0, ranks)[1]
+    for number, (tokens, of_source) in enumerate(((150, 450), (64, 21))):
+        seeds = [10 * number + (rank if slicing.apart else 0) for rank in range(ranks)]
+        calls = [draw_given_call(cfg, tokens, seed) for seed in seeds]
+        shape = sources, of_source, slicing.cut(cfg).w1_rows
+        unsaved = torch.full(shape, torch.nan, dtype=cfg.dtype)
+        forward.saved = [unsaved.clone() for _ in range(ranks)]
+        forward.saved_of_source = backward.saved_of_source = of_source
+        forward(calls, number)
+        assert all(saved is not None and saved.isfinite().any() for saved in forward.saved)
+        backward.saved = forward.saved
+        check(backward, calls, backward.gradients(calls, number), slicing, [])
+        backward.saved = [unsaved.clone() for _ in range(ranks)]
+        # Nothing but saved rows are no numbers: who has used them has none, too.
+        assert all(found["w2"].isnan().any() for found in backward.gradients(calls, number))
 
 
 def check(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from moeos.policies import LAYOUTS, Policy
 from moeos.slicing import Slicing
 from tests.emulator.emulated import EmulatedLayer, build
 from tests.layers import Call, assert_matches, config, draw_call, draw_given_call, draw_weights
@@ -72,3 +73,26 @@ def test_outputs_are_those_of_the_reference(name: str, tmp_path: Path) -> None:
                     [one[its.start : its.stop] for one, its in zip(mine, own, strict=True)]
                 )
             assert_matches(weights, call, y, f"call {number}, group {group}")
+
+
+@pytest.mark.nightly
+def test_layouts_have_the_same_bits(tmp_path: Path) -> None:
+    cfg = config(
+        **{"hidden": 128, "intermediate": 192, "experts": 6, "top_k": 3, "max_tokens": 4},
+        **{"dtype": torch.bfloat16, "bias": True},
+    )
+    weights = draw_weights(cfg)
+    calls = [draw_call(cfg, tokens, tokens) for tokens in (4, 1, 0, 3)]
+    found: dict[str, list[torch.Tensor]] = {}
+    for layout in LAYOUTS:
+        if layout == "token_major":
+            continue
+        slicing, folder = Slicing(2, policy=Policy(layout)), tmp_path / layout
+        folder.mkdir()
+        library = build(cfg, 2, PROCESSORS, folder, slicing=slicing)
+        emulated = EmulatedLayer(library, weights, 2, patience=40, slicing=slicing)
+        found[layout] = [emulated([call, call], seed)[0] for seed, call in enumerate(calls)]
+    for number, call in enumerate(calls):
+        assert_matches(weights, call, found["auto"][number])
+        for layout, outputs in found.items():
+            assert torch.equal(outputs[number], found["auto"][number]), layout

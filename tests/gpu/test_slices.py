@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moeos import World, virtual
+from moeos.slicing import Slicing
 from tests.gpu.cases import (
     DEADLINE,
     STARTED,
@@ -16,7 +17,8 @@ from tests.gpu.cases import (
     draw_weights_on_gpu,
     why_not,
 )
-from tests.layers import config
+from tests.gradients import assert_match, gradients_of
+from tests.layers import config, draw_given_call, draw_weights
 from tests.processes import torchrun
 
 GPUS = 0 if why_not() else torch.cuda.device_count()
@@ -43,6 +45,34 @@ def test_virtual_ranks_are_right(ranks: int) -> None:
         for mine in outputs:
             assert torch.equal(mine[number], outputs[0][number])
         assert_matches(weights, call, outputs[0][number], f"call {number}")
+
+
+@pytest.mark.parametrize(
+    ("slicing", "ranks"),
+    [
+        (Slicing(2), 2),
+        (Slicing(3, everywhere=False), 3),
+        (Slicing(2), 4),
+        (Slicing(2, apart=True), 2),
+        (Slicing(2, apart=True), 4),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("save", ["nothing", "preactivation"])
+def test_gradients_of_virtual_ranks_are_right(slicing: Slicing, ranks: int, save: str) -> None:
+    cfg = config(
+        **{"dtype": torch.bfloat16, "hidden": 256, "intermediate": 384, "experts": 16, "top_k": 4},
+        **{"max_tokens": 300, "bias": True, "save": save},
+        **{"shared_experts": 1, "shared_intermediate": 192, "shared_gate": True},
+    )
+    weights = draw_weights(cfg)
+    for tokens in (300, 17):
+        calls = [
+            draw_given_call(cfg, tokens, rank // slicing.slices if slicing.sums else rank)
+            for rank in range(ranks)
+        ]
+        found = gradients_of(weights, calls, slicing=slicing, backend="cuda")
+        assert_match(weights, calls, found, slicing=slicing)
 
 
 @pytest.mark.skipif(GPUS < 2, reason=f"this host has {GPUS} GPU")

@@ -66,7 +66,7 @@ def test_maps_and_addresses_lie_where_the_kernel_reads_them(
     packer = GradientPacker(CFG, sizes, of_rank, BLOCKS)
     buffers = buffers_of()
     packer.use(buffers)
-    tensors = tensors_of(3)
+    tensors = tensors_of(3)._replace(d_x_added=torch.zeros(3, CFG.hidden), d_shared=torch.zeros(3))
     sent = torch.zeros(3, sizes.sent_bytes, dtype=torch.uint8)
     saved = torch.zeros(10, CFG.w1_rows, dtype=CFG.dtype)
     packer.pack(tensors, Share(saved[4:], 3), sent, 77)
@@ -91,10 +91,14 @@ def test_maps_and_addresses_lie_where_the_kernel_reads_them(
         [2, 64, 320, tensors.w2.data_ptr()],
     ]
     named = (tensors.d_out, tensors.d_x, tensors.d_topk_weights, tensors.d_w1, tensors.d_w2)
-    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in named]
-    assert words[len(_MAPS) * MAP_WORDS :][:8].tolist() == [
+    of_slice = (tensors.d_x_added, tensors.d_shared)
+    addresses, added = (
+        [0 if tensor is None else tensor.data_ptr() for tensor in some]
+        for some in (named, of_slice)
+    )
+    assert words[len(_MAPS) * MAP_WORDS :][:10].tolist() == [
         *addresses,
-        *(0, 0, BLOCKS | CFG.experts << 32),
+        *(0, 0, *added, BLOCKS | CFG.experts << 32),
     ]
 
 
