@@ -22,14 +22,14 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from moeos.bench import suites
+from moeos.bench.suites import LEAST_ROUNDS
 from moeos.commands.routing import LARGEST_EXPONENT
 from moeos.config import MoEConfig
 from moeos.files import read_toml
 
 GATE = "gate"
 """The routing of a case in which the layer routes by its own gate."""
-
-LEAST_ROUNDS = 3  # for quartiles
 
 _INHERITED = {"tokens": list, "zipf_exponent": float, "zipf_tokens": list, "lone_token": bool}
 _OWN = {
@@ -166,24 +166,10 @@ def read(path: Path) -> Suite:
 
 
 def _suite(values: Mapping[str, Any], path: Path) -> Suite:
-    _check(values, _OWN | _INHERITED, "a suite")
-    for key in ("rounds", "full_ranks", "shapes"):
-        if key not in values:
-            raise ValueError(f"the key {key} is missing")
-    rounds, warm_up, full_ranks, few_tokens = (
-        values["rounds"],
-        values.get("warm_up_rounds", 0),
-        values["full_ranks"],
-        values.get("few_tokens", 0),
-    )
-    for name, value, least in (
-        ("rounds", rounds, LEAST_ROUNDS),
-        ("warm_up_rounds", warm_up, 0),
-        ("full_ranks", full_ranks, 1),
-        ("few_tokens", few_tokens, 0),
-    ):
-        if value < least:
-            raise ValueError(f"{name} is {value}; it must be at least {least}")
+    suites.require_keys(values, _OWN | _INHERITED, ("rounds", "full_ranks", "shapes"), "a suite")
+    numbers = {"warm_up_rounds": 0, "few_tokens": 0, **values}
+    least = {"rounds": LEAST_ROUNDS, "warm_up_rounds": 0, "full_ranks": 1, "few_tokens": 0}
+    suites.require_least(numbers, least)
     common = {key: values[key] for key in _INHERITED if key in values}
     for entry in values["shapes"]:
         if not isinstance(entry, dict):
@@ -192,15 +178,15 @@ def _suite(values: Mapping[str, Any], path: Path) -> Suite:
     names = [shape.name for shape in shapes]
     if not names or len(set(names)) < len(names):
         raise ValueError(f"shapes are {names}; there must be some, with different names")
-    return Suite(path.stem, rounds, warm_up, full_ranks, few_tokens, shapes)
+    return Suite(path.stem, *(numbers[name] for name in least), shapes)
 
 
 def _shape(values: Mapping[str, Any], folder: Path) -> Shape:
-    _check(values, _SHAPE | _INHERITED, "a shape")
+    suites.require_keys(values, _SHAPE | _INHERITED, (), "a shape")
     if "name" not in values or ("config" in values) == ("layer" in values):
         raise ValueError(f"a shape has {sorted(values)}; it needs a name, and a config or a layer")
-    tokens = _counts("tokens", values.get("tokens", []))
-    zipf_tokens = _counts("zipf_tokens", values.get("zipf_tokens", []))
+    tokens = suites.counts("tokens", values.get("tokens", []), 0)
+    zipf_tokens = suites.counts("zipf_tokens", values.get("zipf_tokens", []), 0)
     if not tokens:
         raise ValueError(f"the shape {values['name']} has no tokens")
     cases = [Case(count) for count in tokens]
@@ -222,18 +208,3 @@ def _layer(values: Mapping[str, Any], folder: Path) -> MoEConfig:
     if "config" in values:
         return MoEConfig.from_toml(folder / values["config"])
     return MoEConfig.from_table(values["layer"])
-
-
-def _counts(name: str, values: Collection[object]) -> list[int]:
-    counts = [v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0]
-    if len(counts) < len(values) or sorted(set(counts)) != counts:
-        raise ValueError(f"{name} is {values}; it must be token counts in ascending order")
-    return counts
-
-
-def _check(values: Mapping[str, Any], kinds: Mapping[str, type], what: str) -> None:
-    for key, value in values.items():
-        if key not in kinds:
-            raise ValueError(f"unknown key {key!r} in {what}; allowed: {', '.join(kinds)}")
-        if type(value) is not kinds[key]:
-            raise TypeError(f"{key} is {value!r}; it must be of type {kinds[key].__name__}")

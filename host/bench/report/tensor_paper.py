@@ -41,14 +41,20 @@ STAGES: Mapping[int, Mapping[str, tuple[float, ...]]] = {
 }
 """Its Table 1, I 256 a rank: align, permute, up/gate, activation, down, combine, and the total."""
 
-TOTALS: Mapping[int, Mapping[str, tuple[float, ...]]] = {
-    128: {"TT": (0.300, 0.330, 0.639, 1.778), "TE-pers": (0.353, 0.419, 0.621, 1.532)},
-    256: {"TT": (0.249, 0.352, 0.810, 2.486), "TE-pers": (0.335, 0.408, 0.785, 2.190)},
-    512: {"TT": (0.378, 0.541, 1.226, 3.913), "TE-pers": (0.385, 0.607, 1.190, 3.639)},
-}
-"""Its Table 2a, by I of a rank, and by `TOKENS`."""
+ByTokens = Mapping[tuple[int, str], tuple[float, ...]]
+"""A size and a variant, and what it takes with each of `TOKENS`."""
 
-CHAINS: Mapping[tuple[int, str], tuple[float, ...]] = {
+TOTALS: ByTokens = {
+    (128, "TT"): (0.300, 0.330, 0.639, 1.778),
+    (128, "TE-pers"): (0.353, 0.419, 0.621, 1.532),
+    (256, "TT"): (0.249, 0.352, 0.810, 2.486),
+    (256, "TE-pers"): (0.335, 0.408, 0.785, 2.190),
+    (512, "TT"): (0.378, 0.541, 1.226, 3.913),
+    (512, "TE-pers"): (0.385, 0.607, 1.190, 3.639),
+}
+"""Its Table 2a, by I of a rank."""
+
+CHAINS: ByTokens = {
     (4, "FUSE"): (0.045, 0.040, 0.333, 1.195),
     (4, "NCCL"): (0.074, 0.064, 0.263, 0.908),
     (8, "FUSE"): (0.049, 0.049, 0.437, 2.101),

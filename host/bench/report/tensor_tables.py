@@ -5,7 +5,7 @@ paper.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from moeos.bench.report import tensor_paper
@@ -77,10 +77,9 @@ def _totals(results: Mapping[str, Any]) -> Section:
             rows.append(
                 [f"{intermediate}, {_shown(name)}", *(_time(its.get(n), name) for n in counts)]
             )
-        for name, totals in tensor_paper.TOTALS.get(intermediate, {}).items():
-            theirs = dict(zip(tensor_paper.TOKENS, totals, strict=True))
-            shown = [_ms(theirs[n]) if n in theirs else "" for n in counts]
-            rows.append([f"{intermediate}, the paper's {name}", *shown])
+        for (of_rank, name), times in tensor_paper.TOTALS.items():
+            if of_rank == intermediate:
+                rows.append([f"{intermediate}, the paper's {name}", *_theirs(times, counts)])
     heading = f"**Totals**, without the reduction, by tokens (its Table 2a). {_OTHERS}"
     return Section("I of a rank, variant", [str(n) for n in counts], rows, heading)
 
@@ -104,9 +103,8 @@ def _reductions(results: Mapping[str, Any]) -> Section:
     for name in (_EE, "auto", *_FORCED):
         rows.append([f"{_shown(name)}: whole", *(_time(case, name) for case in cases.values())])
     for (ranks, method), times in tensor_paper.CHAINS.items():
-        theirs = dict(zip(tensor_paper.TOKENS, times, strict=True))
-        shown = [_ms(theirs[n]) if n in theirs else "" for n in cases]
-        rows.append([f"the paper's {method}, {ranks} ranks: combine, all-reduce", *shown])
+        name = f"the paper's {method}, {ranks} ranks: combine, all-reduce"
+        rows.append([name, *_theirs(times, cases)])
     heading = (
         f"**The reduction**, I {results['reduced']} a rank, {results['ranks']} ranks, by tokens "
         "(its Table 2b). moeos combines within its call, so a slice alone has combined, too. "
@@ -155,6 +153,12 @@ def _floor(results: Mapping[str, Any], case: Mapping[str, Any]) -> float | None:
     products: float = case["times"]["products"]["median"]
     largest: float = max(products, weights / rates["W"], sums / rates["N"])
     return largest
+
+
+def _theirs(times: Iterable[float], counts: Iterable[int]) -> list[str]:
+    """Of these token counts what the paper has; `times`: of those of its own."""
+    by_count = dict(zip(tensor_paper.TOKENS, times, strict=True))
+    return [_ms(by_count[count]) if count in by_count else "" for count in counts]
 
 
 def _shown(name: str) -> str:

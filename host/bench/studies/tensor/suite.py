@@ -15,15 +15,22 @@ It knows nothing of devices or how anything is measured.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from moeos.bench import suites
+from moeos.bench.suites import LEAST_ROUNDS
 from moeos.config import MoEConfig
 from moeos.files import read_toml
 
-_LEAST_ROUNDS = 3  # for quartiles
+_SUITE = {
+    **{"rounds": int, "warm_up_rounds": int, "trace_rounds": int},
+    **{"hidden": int, "experts": int, "top_k": int, "tokens": list, "slices": list},
+    **{"staged": int, "reduced": int},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,27 +66,24 @@ def read(path: Path) -> Suite:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not as the head of this module says.
+        ValueError, TypeError: it is not as the head of this module says.
     """
     values = read_toml(path)
-    known = {field.name: str(field.type) for field in dataclasses.fields(Suite)}
-    del known["name"]
-    wrong = sorted(values.keys() ^ known.keys())
-    if wrong:
-        what = "missing" if wrong[0] in known else "not a key of a suite"
-        raise ValueError(f"{path}: {wrong[0]} is {what}; a suite has {', '.join(known)}")
-    made: dict[str, Any] = {}
-    for name, kind in known.items():
-        value = values[name]
-        least = _LEAST_ROUNDS if name in ("rounds", "trace_rounds") else 1
-        many = value if isinstance(value, list) and kind != "int" else [value]
-        if not many or not all(type(one) is int and one >= least for one in many):
-            what = "an integer" if kind == "int" else "a list of integers"
-            raise ValueError(f"{path}: {name} is {value!r}; it must be {what} from {least} on")
-        made[name] = value if kind == "int" else tuple(many)
-    suite = Suite(name=path.stem, **made)
+    try:
+        return _suite(path.stem, values)
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{path}: {error}") from None
+
+
+def _suite(name: str, values: Mapping[str, Any]) -> Suite:
+    suites.require_keys(values, _SUITE, _SUITE, "a suite")
+    numbers = {key: value for key, value in values.items() if _SUITE[key] is int}
+    rounds = {"rounds": LEAST_ROUNDS, "trace_rounds": LEAST_ROUNDS}
+    suites.require_least(numbers, dict.fromkeys(numbers, 1) | rounds)
+    lists = {key: suites.some_counts(key, values[key]) for key in ("tokens", "slices")}
+    suite = Suite(name=name, **values | lists)
     if suite.staged not in suite.slices:
         raise ValueError(
-            f"{path}: staged is {suite.staged}; it must be one of slices, {list(suite.slices)}"
+            f"staged is {suite.staged}; it must be one of slices, {list(suite.slices)}"
         )
     return suite

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
+from moeos.bench import suites
+from moeos.bench.suites import LEAST_ROUNDS
 from moeos.config import MoEConfig
 from moeos.files import read_toml
-
-LEAST_ROUNDS = 3  # for quartiles
 
 _SUITE = {
     **{"rounds": int, "warm_up_rounds": int, "trace_rounds": int},
@@ -105,56 +105,33 @@ def read(path: Path) -> Suite:
 
 
 def _suite(name: str, values: Mapping[str, Any]) -> Suite:
-    _check(values, _SUITE, {"rounds", "warm_up_rounds"}, "a suite")
-    rounds, warm_up = values["rounds"], values["warm_up_rounds"]
-    traced = values.get("trace_rounds", rounds)
-    for key, value, least in (
-        ("rounds", rounds, LEAST_ROUNDS),
-        ("warm_up_rounds", warm_up, 1),
-        ("trace_rounds", traced, LEAST_ROUNDS),
-    ):
-        if value < least:
-            raise ValueError(f"{key} is {value}; it must be at least {least}")
+    suites.require_keys(values, _SUITE, {"rounds", "warm_up_rounds"}, "a suite")
+    numbers = {"trace_rounds": values["rounds"], **values}
+    suites.require_least(
+        numbers,
+        {"rounds": LEAST_ROUNDS, "warm_up_rounds": 1, "trace_rounds": LEAST_ROUNDS},
+    )
+    rounds = (numbers[name] for name in ("rounds", "warm_up_rounds", "trace_rounds"))
     layers = [layer for entry in values.get("layers", []) for layer in _layers(entry)]
     lists = [_lists(entry) for entry in values.get("lists", [])]
     if not layers and not lists:
         raise ValueError("a suite needs layers or lists, and this one has neither")
-    return Suite(name, rounds, warm_up, traced, tuple(layers), tuple(lists))
+    return Suite(name, *rounds, tuple(layers), tuple(lists))
 
 
 def _layers(entry: Any) -> list[Layer]:
-    _check(entry, _LAYER, {"name", "tokens", "layer"}, "layers")
-    tokens = _counts(entry["tokens"])
+    suites.require_keys(entry, _LAYER, {"name", "tokens", "layer"}, "layers")
+    tokens = suites.some_counts("tokens", entry["tokens"])
     table = {"max_tokens": max(tokens), **entry["layer"]}
     made = [{"activation": one} for one in entry.get("activations", [])] or [{}]
     return [Layer(entry["name"], MoEConfig.from_table(table | one), tokens) for one in made]
 
 
 def _lists(entry: Any) -> Lists:
-    _check(entry, _LISTS, set(_LISTS) - {"call_tokens"}, "lists")
+    suites.require_keys(entry, _LISTS, set(_LISTS) - {"call_tokens"}, "lists")
     experts, top_k = entry["experts"], entry["top_k"]
     if not 1 <= top_k <= experts:
         raise ValueError(f"top_k is {top_k}; of {experts} experts it must be 1 to {experts}")
-    tokens = _counts(entry["tokens"])
-    [most] = _counts([entry.get("call_tokens", max(tokens))])
+    tokens = suites.some_counts("tokens", entry["tokens"])
+    [most] = suites.some_counts("call_tokens", [entry.get("call_tokens", max(tokens))])
     return Lists(entry["name"], experts, top_k, tokens, most)
-
-
-def _counts(values: Collection[object]) -> tuple[int, ...]:
-    counts = [v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0]
-    if not counts or len(counts) < len(values) or sorted(set(counts)) != counts:
-        raise ValueError(f"tokens is {values}; it must be token counts in ascending order")
-    return tuple(counts)
-
-
-def _check(values: Any, kinds: Mapping[str, type], needed: Collection[str], what: str) -> None:
-    if not isinstance(values, dict):
-        raise TypeError(f"{what} has {values!r}; each must be a table, [[{what}]]")
-    for key, value in values.items():
-        if key not in kinds:
-            raise ValueError(f"unknown key {key!r} in {what}; allowed: {', '.join(kinds)}")
-        if type(value) is not kinds[key]:
-            raise TypeError(f"{key} is {value!r}; it must be of type {kinds[key].__name__}")
-    for key in sorted(needed):
-        if key not in values:
-            raise ValueError(f"{what} has no key {key}")

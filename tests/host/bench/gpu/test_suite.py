@@ -145,7 +145,7 @@ def test_a_selection_of_what_is_not_there_is_refused(
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("rounds = 3", "", "the key rounds is missing"),
+        ("rounds = 3", "", "a suite has no key rounds"),
         ("rounds = 3", "rounds = 2", "rounds is 2; it must be at least 3"),
         ("rounds = 3", "round = 3", "unknown key 'round' in a suite"),
         ("tokens = [1, 128, 2048]", "tokens = [128, 1]", "tokens is .* ascending order"),
