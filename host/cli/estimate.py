@@ -150,7 +150,7 @@ def saved_bytes(cfg: MoEConfig, ranks: int, tokens: int, slicing: Slicing) -> di
     """By `MoEConfig.save`, what a call with so many tokens keeps for its backward on rank 0: its
     routing and rows of the first product. Nothing where a layer has no backward.
     """
-    if cfg.in_numbers() != cfg or slicing.sums:
+    if cfg.in_numbers() != cfg:
         return {}
     cfg, sources = slicing.cut(cfg), slicing.place(0, ranks)[1]
     routing = tokens * cfg.slots * (torch.int32.itemsize + torch.float32.itemsize)

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from moeos import MoEConfig, MoELayer, World, virtual
-from moeos.cli.estimate import even_routing, weight_bytes_per_rank, work_of
+from moeos.cli.estimate import even_routing, saved_bytes, weight_bytes_per_rank, work_of
 from moeos.engines.twin import sizes_of
-from moeos.slicing import Slicing
+from moeos.slicing import WHOLE, Slicing
 from tests.layers import config
 
 CODES: dict[str, Any] = {
@@ -271,3 +271,20 @@ def test_bytes_to_other_nodes_are_no_links_and_take_the_networks_time() -> None:
 def test_more_tokens_than_the_layer_takes_are_refused() -> None:
     with pytest.raises(ValueError, match="tokens is 129; allowed: 0 to max_tokens, 128"):
         work_of(config(), 2, 129)
+
+
+@pytest.mark.parametrize("slicing", [WHOLE, Slicing(2), Slicing(2, apart=True)], ids=str)
+def test_what_a_call_keeps_for_its_backward_is_planned(slicing: Slicing) -> None:
+    cfg = MoEConfig(
+        **{"hidden": 32, "intermediate": 64, "experts": 8, "top_k": 2, "max_tokens": 64},
+        save="preactivation",
+    )
+
+    def run(world: World) -> int:
+        layer = MoELayer(cfg, world, **slicing.arguments)
+        rows = layer.experts.engine.saved_rows.of_call(40, 1)
+        return rows * layer.w1.shape[1] * layer.w1.itemsize + 40 * cfg.slots * 8
+
+    kept = saved_bytes(cfg, 2, 40, slicing)
+    assert virtual.run(run, 2) == [kept["preactivation"]] * 2
+    assert kept["preactivation"] > kept["nothing"] == 40 * cfg.slots * 8
