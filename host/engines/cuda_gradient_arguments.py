@@ -157,9 +157,10 @@ class GradientPacker:
         if weights != self._weights:
             self._pack_weights(t.w1, t.w2)
             self._weights = weights
-        written = (t.d_out, t.d_x, t.d_topk_weights, t.d_w1, t.d_w2, t.d_b1, t.d_b2)
-        written += (t.d_x_added, t.d_shared)
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in written]
+        of_call = (t.d_out, t.d_x, t.d_topk_weights)
+        of_weights = (t.d_w1, t.d_w2, t.d_b1, t.d_b2)
+        told = (*of_call, *of_weights, t.d_x_added, t.d_shared)
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in told]
         _CALL.pack_into(self._bytes, _CALL_AT, *addresses, self._blocks, len(t.w1))
 
     def _pack_weights(self, w1: Tensor, w2: Tensor) -> None:

@@ -178,7 +178,14 @@ def _suite(values: Mapping[str, Any], path: Path) -> Suite:
     names = [shape.name for shape in shapes]
     if not names or len(set(names)) < len(names):
         raise ValueError(f"shapes are {names}; there must be some, with different names")
-    return Suite(path.stem, *(numbers[name] for name in least), shapes)
+    return Suite(
+        path.stem,
+        numbers["rounds"],
+        numbers["warm_up_rounds"],
+        numbers["full_ranks"],
+        numbers["few_tokens"],
+        shapes,
+    )
 
 
 def _shape(values: Mapping[str, Any], folder: Path) -> Shape:

@@ -81,7 +81,7 @@ def _suite(name: str, values: Mapping[str, Any]) -> Suite:
     rounds = {"rounds": LEAST_ROUNDS, "trace_rounds": LEAST_ROUNDS}
     suites.require_least(numbers, dict.fromkeys(numbers, 1) | rounds)
     lists = {key: suites.some_counts(key, values[key]) for key in ("tokens", "slices")}
-    suite = Suite(name=name, **values | lists)
+    suite = Suite(name=name, **{**values, **lists})
     if suite.staged not in suite.slices:
         raise ValueError(
             f"staged is {suite.staged}; it must be one of slices, {list(suite.slices)}"

@@ -111,12 +111,12 @@ def _suite(name: str, values: Mapping[str, Any]) -> Suite:
         numbers,
         {"rounds": LEAST_ROUNDS, "warm_up_rounds": 1, "trace_rounds": LEAST_ROUNDS},
     )
-    rounds = (numbers[name] for name in ("rounds", "warm_up_rounds", "trace_rounds"))
     layers = [layer for entry in values.get("layers", []) for layer in _layers(entry)]
     lists = [_lists(entry) for entry in values.get("lists", [])]
     if not layers and not lists:
         raise ValueError("a suite needs layers or lists, and this one has neither")
-    return Suite(name, *rounds, tuple(layers), tuple(lists))
+    rounds, warm_up = numbers["rounds"], numbers["warm_up_rounds"]
+    return Suite(name, rounds, warm_up, numbers["trace_rounds"], tuple(layers), tuple(lists))
 
 
 def _layers(entry: Any) -> list[Layer]:
