@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -15,10 +17,11 @@ from moeos.engines.cuda_gradient_arguments import (
     GradientPacker,
     SavingPacker,
 )
-from moeos.engines.cuda_gradients import add_weights, with_own_weights
+from moeos.engines.cuda_gradients import add_weights, routing_in, sizes_agree, with_own_weights
 from moeos.engines.pieces import gradient_pieces_of
 from moeos.engines.saved_tensors import Share
 from moeos.kernel_shape import KernelShape
+from moeos.slicing import Slicing
 from tests.host.test_cuda_arguments import MAP_WORDS, PLACE, RECORDS, Driver, buffers_of
 from tests.host.test_cuda_arguments import tensors_of as call_of
 from tests.layers import config
@@ -139,3 +142,47 @@ def test_pieces_are_added_up() -> None:
     assert tensors.d_w2 is not None
     assert bool((tensors.d_w1 == 3.0).all())
     assert bool((tensors.d_w2 == 6.0).all())
+
+
+def test_a_slot_has_one_expert_whose_slices_each_have_a_pair() -> None:
+    """Of two ranks with a slice of each of three experts: places 0 to 2 are one's, then the
+    other's.
+    """
+    pairs = torch.tensor([[[2, 5], [0, 3]], [[1, 4], [-1, -1]]], dtype=torch.int32)
+    weights = torch.tensor([[0.5, 0.25], [1.0, 0.0]]).unsqueeze(2).expand(2, 2, 2).contiguous()
+    both = (pairs.view(-1).view(torch.uint8), weights.view(-1).view(torch.uint8))
+    ids, used = routing_in(
+        torch.cat(both),
+        {"pair_expert": 0, "pair_weight": len(both[0])},
+        *(2, 2),
+        pairs=2,
+        zero_experts=False,
+        expert_at=torch.tensor([0, 1, 2, 0, 1, 2], dtype=torch.int32),
+    )
+    assert ids.tolist() == [[2, 0], [1, -1]]
+    assert used.tolist() == [[0.5, 0.25], [1.0, 0.0]]
+    assert ids.is_contiguous()
+    assert used.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("slicing", "ranks"),
+    [(Slicing(2), 2), (Slicing(3, everywhere=False), 3), (Slicing(2, apart=True), 4)],
+    ids=str,
+)
+def test_calls_of_slices_and_their_gradients_note_what_they_do_in_the_same_records(
+    slicing: Slicing, ranks: int
+) -> None:
+    cfg = config(dtype=torch.bfloat16, hidden=256, intermediate=384, experts=16, top_k=4)
+    shape = KernelShape(
+        cfg=slicing.cut(cfg),
+        world_size=slicing.place(0, ranks)[1],
+        processors=4,
+        virtual_ranks=ranks,
+        slicing=slicing,
+        places=slicing.placement(cfg.experts, ranks).most if slicing.apart else 0,
+    )
+    gradients = dataclasses.replace(shape, gradients=True)
+    assert sizes_agree(shape.sizes, gradients.sizes)
+    # A row of sums has room for H numbers of fp32, one of each choice, and one more.
+    assert not slicing.sums or gradients.sizes.row_bytes >= 4 * (cfg.hidden + cfg.top_k + 1)
