@@ -6,8 +6,6 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import signal
-import subprocess
-import sys
 import threading
 from types import FrameType
 
@@ -15,7 +13,8 @@ import pytest
 
 from moeos import caller
 from moeos.caller import Caller
-from tests.processes import IMPORTED, ROOT, ForkedRanks
+from tests import programs
+from tests.processes import ForkedRanks
 
 
 def fail() -> None:
@@ -110,12 +109,5 @@ def test_the_end_of_a_program_waits_a_while_for_what_was_given_up(
     call: str, patience: float, said: str
 ) -> None:
     """A thread that came back from C++ while the interpreter ends would end the process."""
-    ended = subprocess.run(
-        [sys.executable, "-c", IMPORTED + PROGRAM.format(call=call, patience=patience)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    ended = programs.ended(PROGRAM.format(call=call, patience=patience))
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, said, "")

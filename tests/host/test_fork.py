@@ -13,6 +13,7 @@ import sys
 
 import pytest
 
+from tests import programs
 from tests.processes import IMPORTED, ROOT, free_port, mpirun, torchrun_environment
 
 PROGRAM = """
@@ -127,7 +128,8 @@ def started(
 
 
 def test_a_child_of_a_world_of_one_is_refused_its_use_and_may_make_its_own() -> None:
-    ended_well(started({}, beside_calls="uses leaves"))
+    ended = programs.ended(PROGRAM, EVERYTHING, "uses leaves", seconds=300)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")
 
 
 @pytest.mark.nightly
@@ -190,12 +192,5 @@ print("done")
 
 
 def test_a_child_of_a_virtual_rank_is_refused_and_the_ranks_go_on() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", IMPORTED + VIRTUAL],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    ended = programs.ended(VIRTUAL)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")

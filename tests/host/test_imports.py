@@ -35,7 +35,9 @@ def imported(name, without=None):
     return os.waitpid(child, 0)[1] == 0
 
 assert imported("moeos.cli.app", without="sympy")
-import transformers.integrations.finegrained_fp8
+# What many of them import of others, and takes long: once.
+import elftools.elf.elffile, pdb, rich.console, rich.table, rich.text, typer.main
+import torch._inductor.compile_fx, transformers.integrations.finegrained_fp8
 print(*[name for name in sys.argv[1:] if not imported(name)])
 """
 

@@ -7,14 +7,10 @@ moeos was imported, and so is called behind moeos's own.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from moeos import program_end
-from tests.processes import ROOT
+from tests import programs
 
 FAR = 100.0
 BEGIN = """
@@ -50,15 +46,7 @@ sys.exit(7)
 
 
 def assert_ends_well(program: str, said: str) -> None:
-    found = subprocess.run(
-        [sys.executable, "-c", BEGIN + program + END],
-        capture_output=True,
-        text=True,
-        timeout=FAR,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=ROOT,
-        check=False,
-    )
+    found = programs.ended(BEGIN + program + END, seconds=FAR)
     assert (found.returncode, found.stdout, found.stderr) == (7, said, "")
 
 

@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,9 +26,10 @@ import torch
 import moeos
 from moeos import MoELayer, PeerTimeout, TwinOptions, World, virtual
 from moeos.faults import Fault, FaultPlan
+from tests import programs
 from tests.layers import Weights, assert_matches, config, draw_call, draw_weights
 from tests.nightly import all_but
-from tests.processes import IMPORTED, ROOT, ForkedRanks, free_port, torchrun_environment
+from tests.processes import ForkedRanks, free_port, torchrun_environment
 
 FAR = 120.0  # seconds
 CFG = config(max_tokens=64)
@@ -307,15 +307,7 @@ sys.exit(7)
 
 
 def ended(program: str, *arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", IMPORTED + program, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=FAR,
-        env={**os.environ, **changes},
-        cwd=ROOT,
-        check=False,
-    )
+    return programs.ended(program, *arguments, environment=changes, seconds=FAR)
 
 
 def assert_ends_well(threads: int) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -12,6 +11,7 @@ from typer.testing import CliRunner
 
 import moeos
 from moeos.cli.app import app
+from tests import programs
 from tests.processes import MOEOS, forked
 
 
@@ -42,12 +42,7 @@ def test_help_is_shown_once_by_all_ranks() -> None:
 
 
 def test_help_is_shown_where_a_launchers_variables_make_no_sense() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", MOEOS, "run", "--help"],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "RANK": "1", "WORLD_SIZE": "many", "MASTER_ADDR": "here"},
-    )
+    senseless = {"RANK": "1", "WORLD_SIZE": "many", "MASTER_ADDR": "here"}
+    ended = programs.ended(MOEOS, "run", "--help", environment=senseless)
     assert ended.returncode == 0
     assert ended.stdout.count("Usage: ") == 1

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from moeos.cli import streams
+from tests import programs
 from tests.nightly import at_night
 from tests.processes import MOEOS, ROOT
 
@@ -36,7 +37,7 @@ def run(arguments: list[str], **options: Any) -> subprocess.CompletedProcess[str
 def test_a_reader_that_leaves_is_a_quiet_end(arguments: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)  # as `| head -1` does once it has its line
-    ended = run(arguments, stdout=writer)
+    ended = programs.ended(MOEOS, *arguments, stdout=writer)
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (streams.CLOSED_PIPE, "")
 
@@ -45,7 +46,7 @@ def test_a_reader_that_leaves_is_a_quiet_end(arguments: list[str]) -> None:
 @pytest.mark.parametrize("arguments", [PLAN, at_night(["--help"])], ids=lambda found: found[0])
 def test_a_full_disk_is_named(arguments: list[str]) -> None:
     with open("/dev/full", "w") as full:
-        ended = run(arguments, stdout=full)
+        ended = programs.ended(MOEOS, *arguments, stdout=full.fileno())
     message = "moeos: standard output: No space left on device\n"
     assert (ended.returncode, ended.stderr) == (2, message)
 
