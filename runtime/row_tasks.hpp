@@ -83,12 +83,16 @@ bool copies_rows(const Rank<P>& rank, u32 peer) {
   return !rank.geometry().gathers_own_rows() || peer != rank.rank;
 }
 
-/// Of a segment of this rank's own rows: which token row `row` of it is. Acquired with the flag of
-/// the row's chunk, as rows in cells are.
+/// Where row `row` of a segment of this rank's own rows stands in the order of sending; and the
+/// token that the row at such a place is. That is acquired with the flag of the row's chunk, as
+/// rows in cells are.
 template <Platform P>
-u32 token_of_own_row(const Rank<P>& rank, u32 local_expert, const Segment& segment, u32 row) {
-  const u32 place = first_in_order(rank, local_expert, segment) +
-                    (MOEOS_PLANTED(gathered_rows_are_the_first_again) ? row / 2 : row);
+u32 own_place(const Rank<P>& rank, u32 local_expert, const Segment& segment, u32 row) {
+  return first_in_order(rank, local_expert, segment) +
+         (MOEOS_PLANTED(gathered_rows_are_the_first_again) ? row / 2 : row);
+}
+template <Platform P>
+u32 own_token(const Rank<P>& rank, u32 place) {
   return *pair_of_row(rank, rank.rank, place) / rank.geometry().top_k;
 }
 

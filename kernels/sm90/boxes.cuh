@@ -77,7 +77,9 @@ inline void fill_stages(const Steps& steps, u32 bytes, const Box& box, Loader& l
         loader.let_claim();
       }
       loader.wait();
-      if (!copies.any()) {
+      if (copies.any()) {
+        loader.full().expect(bytes);
+      } else {
         loader.full().arrive_expecting(bytes);
       }
     }
@@ -94,7 +96,7 @@ inline void fill_stages(const Steps& steps, u32 bytes, const Box& box, Loader& l
       copies.copy(step, loader.stage(), loader.full());
       __syncwarp();
       if (Machine::lane() == 0) {  // behind all lanes' arrivals, which this one keeps pending
-        loader.full().arrive_expecting(bytes);
+        loader.full().arrive();
       }
     }
   }

@@ -110,20 +110,25 @@ class GatheredRows {
     const u32 first = Machine::lane() / kPieces;
     const u32 piece = Machine::lane() % kPieces;
     place_ = first * kSwizzleBytes + (piece ^ first) * kCopyBytes;
+    u32 places[kGroups];
+    u32 tokens[kGroups];  // all asked for before the first is looked at
 #pragma unroll
     for (u32 group = 0; group < kGroups; ++group) {
       // The second half of a narrow tile's stage has the same rows, and their next columns.
       const u32 row = group * Machine::kLanes + Machine::lane();
-      const bool of_half = narrow && row >= kNarrowRows;
-      u32 begin = kNone;
-      const u32 token = find_token(rank, task, of_half ? row - kNarrowRows : row);
-      if (token != kNone) {
-        begin = token * (kGeometry.row_bytes / kCopyBytes) + (of_half ? kPieces : 0);
-      }
-      some_ |= (Machine::ballot(begin != kNone) != 0 ? 1U : 0U) << group;
-      if (!kMixed && begin == kNone) {
-        begin = 0;
-      }
+      places[group] = find_place(rank, task, narrow ? row % kNarrowRows : row);
+    }
+#pragma unroll
+    for (u32 group = 0; group < kGroups; ++group) {
+      tokens[group] = own_token(rank, places[group] == kNone ? 0 : places[group]);
+    }
+#pragma unroll
+    for (u32 group = 0; group < kGroups; ++group) {
+      const bool there = places[group] != kNone;
+      const bool of_half = narrow && group * Machine::kLanes >= kNarrowRows;
+      some_ |= (Machine::ballot(there) != 0 ? 1U : 0U) << group;
+      u32 begin = tokens[group] * (kGeometry.row_bytes / kCopyBytes) + (of_half ? kPieces : 0);
+      begin = there ? begin : kMixed ? kNone : 0;
 #pragma unroll
       for (u32 n = 0; n < kOfGroup; ++n) {
         const u32 its = Machine::broadcast(begin, n * kRowsAtOnce + first);
@@ -138,18 +143,18 @@ class GatheredRows {
     }
   }
 
-  /// The token of row `row` of the tile, or kNone: it is not gathered.
-  static u32 find_token(const Rank<Machine>& rank, const Task& task, u32 row) {
-    u32 token = kNone;
+  /// Where row `row` of the tile stands among this rank's own; kNone: it is not gathered.
+  static u32 find_place(const Rank<Machine>& rank, const Task& task, u32 row) {
+    u32 place = kNone;
     u32 laid_out = 0;
     for (u32 s = 0; s < task.segment_count; ++s) {
       const Segment segment = task.segments[s];
       if (is_gathered(rank, segment) && row - laid_out < segment.rows) {
-        token = token_of_own_row(rank, task.local_expert, segment, row - laid_out);
+        place = own_place(rank, task.local_expert, segment, row - laid_out);
       }
       laid_out += laid_out_rows(kGeometry, task, s, laid_out);
     }
-    return token;
+    return place;
   }
 
   u32 piece_[kCopies];  // which this lane copies, of those of all tokens; kNone: none

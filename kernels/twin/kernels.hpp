@@ -382,7 +382,7 @@ class TwinKernels {
       if (!copies_rows(rank_, segment.source)) {
         for (u32 row = 0; row < segment.rows; row += kPanelRows) {
           pack_tokens(minimum(kPanelRows, segment.rows - row), panel, [&](u32 nth) {
-            return token_of_own_row(rank_, task.local_expert, segment, row + nth);
+            return own_token(rank_, own_place(rank_, task.local_expert, segment, row + nth));
           });
           panel += panel_floats(shape_.hidden);
         }

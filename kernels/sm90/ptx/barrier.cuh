@@ -42,6 +42,13 @@ struct alignas(8) Barrier {
                  "r"(count)
                  : "memory");
   }
+  /// Has the phase wait for so many bytes more.
+  void expect(u32 bytes) {
+    asm volatile(
+        "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(this)),
+        "r"(bytes)
+        : "memory");
+  }
   void arrive_expecting(u32 bytes) {
     asm volatile(
         "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(this)),

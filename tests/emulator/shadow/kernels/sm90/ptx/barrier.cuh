@@ -30,6 +30,7 @@ struct alignas(8) Barrier {
     pending -= count;
     end_phase();
   }
+  void expect(u32 count) { bytes += static_cast<i32>(count); }
   void arrive_expecting(u32 count) {
     bytes += static_cast<i32>(count);
     arrive(1);
