@@ -22,6 +22,7 @@ from torch import Tensor
 from moeos import rendezvous
 from moeos.caller import Caller
 from moeos.errors import PeerTimeout
+from moeos.held_signals import NotedSignals
 from moeos.process import keep_in_children
 
 if TYPE_CHECKING:
@@ -106,6 +107,8 @@ class OfHosts:
         try:
             self._connect(ends)
         except futures.TimeoutError as error:
+            if time.monotonic() < ends:  # a signal's handler has raised it
+                raise
             raise self._failed("the ranks did not connect") from error
         self._wait(mine, ends, look)
         return mine
@@ -152,18 +155,24 @@ class OfHosts:
         """In steps: gloo sees no signal, nor what the peers' calls have failed with."""
         assert self._gloo is not None  # and no name here, which an error's traceback would keep
         work: Work = self._gloo.allreduce([mine])  # type: ignore[attr-defined]
-        while not work.is_completed():
-            left = ends - time.monotonic()
-            if left <= 0:
-                raise self._failed("a rank did not come")
-            with contextlib.suppress(RuntimeError):  # of a step that has passed
-                # Of no milliseconds it would make no step, but wait to the end.
-                work.wait(datetime.timedelta(seconds=max(min(left, _LOOK), 1e-3)))
-            look()
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise self._failed("the connection to a rank was lost") from error
+        with NotedSignals() as signals:  # a handler's error may be of the kind that gloo's are
+            while not work.is_completed():
+                left = ends - time.monotonic()
+                if left <= 0:
+                    raise self._failed("a rank did not come")
+                try:
+                    # Of no milliseconds it would make no step, but wait to the end.
+                    work.wait(datetime.timedelta(seconds=max(min(left, _LOOK), 1e-3)))
+                except RuntimeError as error:  # of a step that has passed
+                    if error is signals.raised:
+                        raise
+                look()
+            try:
+                work.wait()
+            except RuntimeError as error:
+                if error is signals.raised:
+                    raise
+                raise self._failed("the connection to a rank was lost") from error
 
     def _failed(self, why: str) -> PeerTimeout:
         return PeerTimeout(

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -57,9 +58,13 @@ def require_right(layer: MoELayer, weights: Weights = WEIGHTS) -> None:
         assert_matches(weights, call, layer(call.x))
 
 
-def test_a_signal_amid_the_all_reduce_is_seen_at_once_told_to_the_peers_and_reset_mends_it() -> (
-    None
-):
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError, TimeoutError])
+def test_a_signal_amid_the_all_reduce_is_seen_at_once_told_to_the_peers_and_reset_mends_it(
+    kind: type[BaseException],
+) -> None:
+    def handler(*_: object) -> NoReturn:
+        raise kind
+
     interrupted = fork.Event()
 
     def rank_main(_: World) -> str:
@@ -72,6 +77,7 @@ def test_a_signal_amid_the_all_reduce_is_seen_at_once_told_to_the_peers_and_rese
                 really(tensors)
 
             if world.rank == 0:
+                signal.signal(signal.SIGINT, handler)
 
                 def send() -> None:
                     while not engine._reduction._by._unfinished:
@@ -98,7 +104,7 @@ def test_a_signal_amid_the_all_reduce_is_seen_at_once_told_to_the_peers_and_rese
             return repr(error)
 
     first, second, third = ranks_of_torch(rank_main, 3)
-    assert first == "KeyboardInterrupt()"
+    assert first == f"{kind.__name__}()"
     assert second.startswith("PeerTimeout(")
     assert "rank 0 was interrupted by a signal in call 5" in second
     assert third == "None" or "rank 0 was interrupted" in third  # what all have sent is there
