@@ -296,7 +296,7 @@ def _slices_of_shared(
         d_made = d_out * _weights_of_shared(x.double(), gate.double()).unsqueeze(1)
     inputs = {X: x, PLACE["shared_w1"]: w1, PLACE["shared_w2"]: w2}
     derived = _derive(mlps, inputs, [place == X or one for place, one in enumerate(wanted)], d_made)
-    d_x = derived.pop(X).float()
+    d_x = derived.pop(X).float().contiguous()  # of which an engine takes the address
     found.update(derived)
     return _OfSlice(d_x, d_shared)
 
