@@ -33,7 +33,7 @@ from tests.layers import (
     draw_given_call,
     draw_weights,
 )
-from tests.nightly import spread
+from tests.nightly import covering, spread
 
 pytestmark = pytest.mark.usefixtures("poisoned_output")
 
@@ -106,9 +106,10 @@ def test_every_token_has_what_the_reference_makes_of_the_codes(
     assert_all_match(weights, calls, outputs)
 
 
-@pytest.mark.parametrize("ranks_per_node", [None, 1, 2], ids=["direct", "remote", "mixed"])
-@pytest.mark.parametrize("row_map", ["ragged", "capacity"])
-@pytest.mark.parametrize("kind", PREFERENCES)
+@pytest.mark.parametrize(
+    ("kind", "ranks_per_node", "row_map"),
+    covering(PREFERENCES, [None, 1, 2], ["ragged", "capacity"]),
+)
 def test_any_routing_over_any_links_is_right(
     kind: str, row_map: Any, ranks_per_node: int | None
 ) -> None:

@@ -82,8 +82,17 @@ def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert reference.relative_error(found[name], gradient) < 1e-5, name
 
 
-@quick_backends
-@saves
+BACKENDS_OF_SAVES = [("nothing", "aot_eager"), ("preactivation", "eager")]
+"""Of which each runs always: what is saved, and a backend."""
+
+
+@pytest.mark.parametrize(
+    ("save", "backend"),
+    all_but(
+        BACKENDS_OF_SAVES,
+        itertools.product(["nothing", "preactivation"], ["eager", "aot_eager", "inductor"]),
+    ),
+)
 def test_a_compiled_model_has_the_gradients_of_the_model(save: Any, backend: str) -> None:
     weights = dataclasses.replace(WEIGHTS, cfg=dataclasses.replace(CFG, save=save))
 

@@ -23,6 +23,7 @@ from tests.layers import (
     draw_given_call,
     draw_weights,
 )
+from tests.nightly import covering
 
 pytestmark = pytest.mark.usefixtures("poisoned_output")
 
@@ -114,22 +115,21 @@ def test_routing_rules(
     )
 
 
+GROUPS = [(16, 4, 4, 2), (16, 4, 8, 3), (16, 2, 16, 2), (32, 8, 8, 4), (12, 5, 2, 1), (16, 3, 4, 4)]
+"""Experts and choices of a token; groups, and how many of these."""
+
+
 @pytest.mark.parametrize(
-    ("experts", "top_k", "expert_groups", "top_groups"),
-    [(16, 4, 4, 2), (16, 4, 8, 3), (16, 2, 16, 2), (32, 8, 8, 4), (12, 5, 2, 1), (16, 3, 4, 4)],
+    ("groups", "scoring", "selection_bias", "group_score"),
+    covering(GROUPS, ["softmax", "sigmoid"], [False, True], get_args(GroupScore)),
 )
-@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
-@pytest.mark.parametrize("selection_bias", [False, True], ids=["", "biased"])
-@pytest.mark.parametrize("group_score", get_args(GroupScore))
 def test_group_limited_routing(
-    experts: int,
-    top_k: int,
-    expert_groups: int,
-    top_groups: int,
+    groups: tuple[int, int, int, int],
     scoring: str,
     selection_bias: bool,
     group_score: str,
 ) -> None:
+    experts, top_k, expert_groups, top_groups = groups
     check(
         config(
             experts=experts,

@@ -18,7 +18,7 @@ from tests.layers import (
     draw_given_call,
     draw_weights,
 )
-from tests.nightly import covering
+from tests.nightly import covering, spread
 
 pytestmark = pytest.mark.usefixtures("poisoned_output")
 
@@ -124,8 +124,9 @@ def test_any_number_of_processors_gives_the_same_bits(
         assert_same(run(weights, calls, twin, ranks_per_node), first)
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("name", "seed"), spread(3, [(name, seed) for name in CASES for seed in range(4)])
+)
 def test_random_delays_give_the_same_bits(name: str, seed: int) -> None:
     cfg = dataclasses.replace(CASES[name], max_tokens=256)
     weights, calls = draw_weights(cfg, 1, PREFERENCES["zipf"](16, RANKS)), draw_calls(cfg)

@@ -37,6 +37,7 @@ from tests.layers import (
     draw_given_call,
     draw_weights,
 )
+from tests.nightly import covering
 from tests.process_group import ranks_of_torch
 
 OF_EXPERTS = ("w1", "w2", *call_checks.SCALES)
@@ -74,10 +75,10 @@ def same_tensors(layer: MoELayer, weights: Weights) -> bool:
     return True
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
-@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "activation", "bias", "ranks"),
+    covering(NAMES, ["swiglu", "relu2"], [False, True], [1, 4]),
+)
 def test_every_token_has_what_the_reference_makes_of_the_numbers(
     name: str, activation: Any, bias: bool, ranks: int
 ) -> None:

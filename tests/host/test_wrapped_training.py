@@ -38,6 +38,7 @@ from torch.utils.checkpoint import checkpoint
 import moeos
 from moeos import MoELayer, World, training, wrappers
 from tests.layers import config, draw_call, draw_weights
+from tests.nightly import spread
 from tests.process_group import ranks_of_torch
 
 CFG = config(
@@ -295,7 +296,7 @@ def hybrid_fsdp1(model: nn.Module) -> nn.Module:
     )
 
 
-@pytest.mark.parametrize("wrap", [ddp, replicated, fsdp1, hybrid_fsdp1, *FSDP])
+@pytest.mark.parametrize("wrap", spread(2, [ddp, replicated, fsdp1, hybrid_fsdp1, *FSDP]))
 def test_replicas_of_experts_are_told_of_once_and_reduced_over_their_group(wrap: Wrap) -> None:
     def rank_main(world: World) -> str:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
