@@ -11,6 +11,7 @@ import pytest
 
 import moeos
 from moeos import interpreter
+from tests import programs
 
 IN_A_SUB_INTERPRETER = """
 import sys
@@ -65,9 +66,7 @@ print(first.__version__)
 
 
 def test_moeos_that_has_left_sys_modules_is_not_imported_again() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", AGAIN], capture_output=True, text=True, timeout=100, check=False
-    )
+    ended = programs.ended(AGAIN)
     assert (ended.returncode, ended.stderr) == (0, "")
     once, again, version = ended.stdout.splitlines()
     assert once == again

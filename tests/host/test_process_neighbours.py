@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import programs
 from tests.nightly import all_but, at_night
 from tests.processes import ROOT, forked
 
@@ -223,21 +224,15 @@ threading.Thread(target=calls).start()
 @pytest.mark.parametrize(
     "late", all_but(["atexit.register(closes)"], ["pass", "atexit.register(closes)", "closes()"])
 )
-def test_calls_and_closes_at_exit_work_or_raise_in_any_order(late: str, tmp_path: Path) -> None:
-    ended = run(EXITS.format(late=late), tmp_path)
+def test_calls_and_closes_at_exit_work_or_raise_in_any_order(late: str) -> None:
+    ended = programs.ended(HEAD + EXITS.format(late=late))
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "at exit True\n", "")
 
 
-def test_a_callback_at_exit_from_before_moeos_was_imported_runs_behind_its_end(
-    tmp_path: Path,
-) -> None:
+def test_a_callback_at_exit_from_before_moeos_was_imported_runs_behind_its_end() -> None:
     program = EXITS.format(late="pass")
     before_moeos = 'import atexit\natexit.register(lambda: report("behind moeos"))\n'
-    path = tmp_path / "early.py"
-    path.write_text(before_moeos + HEAD + program)
-    ended = subprocess.run(
-        [sys.executable, path], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
-    )
+    ended = programs.ended(before_moeos + HEAD + program)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines()[0] == "at exit True"
     assert ended.stdout.splitlines()[1].startswith("behind moeos")

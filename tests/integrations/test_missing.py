@@ -6,12 +6,10 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
-import subprocess
-import sys
 
 import pytest
 
-from tests.processes import IMPORTED
+from tests import programs
 
 LIBRARIES = {
     **dict.fromkeys(("vllm", "vllm_experts", "vllm_formats"), "vllm"),
@@ -50,11 +48,8 @@ def test_servers_find_the_plugins_by_their_entry_points() -> None:
     ],
 )
 def test_the_adapter_for_transformers_says_what_is_missing_or_too_old(gone: str, said: str) -> None:
-    program = IMPORTED + (
+    ended = programs.ended(
         f"import sys; sys.modules[{gone!r}] = None; import moeos.integrations.transformers"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
     )
     assert ended.returncode == 1
     assert f"ImportError: moeos.integrations.transformers {said}" in ended.stderr

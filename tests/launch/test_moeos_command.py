@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from tests import programs
 from tests.nightly import all_but
 from tests.processes import MOEOS, ROOT
 
@@ -88,7 +89,8 @@ def test_ctrl_c_while_the_command_is_imported_ends_it_quietly(module: str) -> No
 
 @pytest.mark.parametrize("body", all_but(["in-the-command", "at-exit"], BODIES))
 def test_ctrl_c_in_the_command_and_at_its_end_ends_it_quietly(body: str) -> None:
-    assert ended(IN_PLACE_OF_THE_COMMAND.format(body=BODIES[body]) + MOEOS) == (130, "")
+    found = programs.ended(IN_PLACE_OF_THE_COMMAND.format(body=BODIES[body]) + MOEOS)
+    assert (found.returncode, found.stderr) == (130, "")
 
 
 def test_a_command_that_is_to_ignore_ctrl_c_ignores_it() -> None:

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from moeos.bench.gpu import suite
 from moeos.bench.studies.variants import describe_variants, layers_for, parse_delays, parse_variants
+from tests import programs
 from tests.processes import ROOT
 
 
@@ -80,15 +79,9 @@ def test_counts_that_no_call_has_are_refused(counts: tuple[int, ...]) -> None:
 
 
 def test_a_wrong_argument_is_told_before_a_gpu_is_looked_for(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "moeos.bench.studies.variants",
-        "--out",
-        str(tmp_path / "out"),
-        "a",
-    ]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    module = "moeos.bench.studies.variants"
+    program = f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    ended = programs.ended(program, "--out", str(tmp_path / "out"), "a")
     assert ended.returncode != 0
     assert "the variant is 'a'; it must be NAME=FOLDER" in ended.stderr
     assert "Traceback" not in ended.stderr
