@@ -331,11 +331,11 @@ def _policy_of(
         return {}
     cut = slicing.cut(cfg)
     sizes = memory.sizes_of(cfg, ranks, backend, processors, slicing=slicing)
-    slicing.policy.require_fits(cut, sizes)
+    slicing.policy.require_fits(sizes)
     in_place = sizes.reads_in_place(tokens)
     left = slicing.leaves_partials(cut, tokens, counted=False)
     return {
-        "layout": "gathered" if in_place else "expert_major_persistent",
+        "layout": "gathered" if in_place or sizes.gathers_own_rows else "expert_major_persistent",
         "reduce": "after" if left else "fused",
         "seconds_by_layout": {
             "gathered": policies.boxes(cut, tokens),

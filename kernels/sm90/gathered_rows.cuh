@@ -6,8 +6,8 @@
 // (docs/log/0056-tokens-where-they-are.md). So the load warp copies them in pieces of 16 bytes, to
 // where TMA's swizzle would put them. A step has 1024 pieces, 32 instructions of a warp. What
 // decides how long these take is what stands between them. So each lane keeps where its rows begin
-// for the whole part, and nothing is computed or asked between two copies: what changes from step
-// to step is one address, which all lanes share. May not know: boxes; products.
+// for the whole part, and between two copies there is one sum, in registers that no copy still
+// reads. May not know: boxes; products.
 #pragma once
 
 #include "kernels/sm90/arguments.cuh"
@@ -49,7 +49,7 @@ class GatheredRows {
   void copy(u32 step, Stage& stage, Barrier& full) const {
     if constexpr (kGathers) {
       const u32 column = step * (kSwizzleBytes + half_);  // in bytes
-      PieceSource from(x_ + column);
+      const PieceSource from(x_ + column);
       PieceTarget even(stage.rows + place_);
       PieceTarget odd(stage.rows + (place_ ^ kOddPiece));
       // Zeros beyond a row's end, as of a box.
@@ -87,7 +87,7 @@ class GatheredRows {
   static constexpr u32 kCopies = kTileRows / kRowsAtOnce;        // of a lane, in a step
   static constexpr u32 kGroups = kTileRows / Machine::kLanes;    // of a row for each lane
   static constexpr u32 kOfGroup = kCopies / kGroups;
-  static constexpr u32 kAtOnce = 4;  // addresses that there are registers for
+  static constexpr u32 kAtOnce = 4;  // addresses: of more there are no registers
   /// Whether a tile may have rows of others, which stay as they are. Of a rank alone, what lies
   /// behind its rows is nobody's.
   static constexpr bool kMixed = kGeometry.world > 1;
