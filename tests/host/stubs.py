@@ -12,6 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests import programs
 from tests.processes import ROOT
 
 STUBS = {module: ROOT / "host" / f"{module}.pyi" for module in ("_runtime", "_twin")}
@@ -21,12 +22,11 @@ def text_of(module: str) -> str:
     """The stub of a module as it was compiled."""
     with tempfile.TemporaryDirectory() as folder:
         config = ["--quiet", "--config", str(ROOT / "pyproject.toml"), folder]
-        for command in (
-            ["nanobind.stubgen", "-q", "-m", f"moeos.{module}", "-O", folder],
-            ["ruff", "check", "--fix", "--select", "I", *config],
-            ["ruff", "format", *config],
-        ):
-            subprocess.run([sys.executable, "-m", *command], check=True, timeout=120)
+        program = "import runpy; runpy.run_module('nanobind.stubgen', None, '__main__', True)"
+        programs.ended(program, "-q", "-m", f"moeos.{module}", "-O", folder).check_returncode()
+        for command in (["check", "--fix", "--select", "I"], ["format"]):
+            ruff = [sys.executable, "-m", "ruff", *command, *config]
+            subprocess.run(ruff, check=True, timeout=120)
         made = Path(folder, f"{module}.pyi").read_text()
     # The license's line is no part of the module.
     return f"# SPDX-License-Identifier: Apache-2.0\n{made}"
