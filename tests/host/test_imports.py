@@ -38,10 +38,11 @@ assert imported("moeos.cli.app", without="sympy")
 # What many of them import of others, once; and behind it what takes long and few import, whose
 # memory each fork would have to map.
 import elftools.elf.elffile, pdb, rich.console, rich.table, rich.text, typer.main
-few = [name for name in sys.argv[1:] if name.startswith(("moeos.integrations.", "moeos.bench.studies."))]
-wrong = [name for name in sys.argv[1:] if name not in few and not imported(name)]
+names = sys.argv[1:]
+few = [one for one in names if one.startswith(("moeos.integrations.", "moeos.bench.studies."))]
+wrong = [one for one in names if one not in few and not imported(one)]
 import torch._inductor.compile_fx, transformers.integrations.finegrained_fp8
-print(*wrong, *[name for name in few if not imported(name)])
+print(*wrong, *[one for one in few if not imported(one)])
 """
 
 
