@@ -440,7 +440,7 @@ class Fault:
     takes_long: bool = False
 
 
-RUNS, SOUND_RUNS, THREADED_RUNS = 1000, 10, 200
+RUNS, SOUND_RUNS, THREADED_RUNS, SAME_RUNS = 1000, 10, 200, 8
 
 FAULTS = {
     "releases_are_relaxed": Fault("threads", "ThreadSanitizer: data race"),
@@ -549,7 +549,12 @@ def test_nothing_is_noticed_where_nothing_is_planted(name: Planted, planted: Pro
 )
 def test_a_planted_fault_is_noticed(name: str, planted: Programs) -> None:
     fault = FAULTS[name]
-    runs = THREADED_RUNS if fault.program == "threads" else RUNS
-    done = execute(*planted(fault.program), fault.seed, runs, planted=name)
+    tries = [RUNS]
+    if fault.program == "threads":  # whose races are seen by chance: the nearest world comes often
+        tries = [1] * SAME_RUNS + [THREADED_RUNS]
+    for runs in tries:
+        done = execute(*planted(fault.program), fault.seed, runs, planted=name)
+        if done.returncode not in (0, 2):
+            break
     assert done.returncode not in (0, 2)
     assert re.search(fault.report, done.stdout + done.stderr)
