@@ -58,23 +58,10 @@ class GatheredRows {
       const u32 bytes_of_half = piece_byte() + half_ < left ? kCopyBytes : 0;
 #pragma unroll
       for (u32 group = 0; group < kGroups; ++group) {
-        if ((some_ >> group & 1) == 0) {
-          continue;
-        }
-#pragma unroll
-        for (u32 first = group * kOfGroup; first < (group + 1) * kOfGroup; first += kAtOnce) {
-          PieceSource pieces[kAtOnce];
-#pragma unroll
-          for (u32 n = 0; n < kAtOnce; ++n) {
-            pieces[n] = from.piece(piece_[first + n]);
-          }
-#pragma unroll
-          for (u32 n = 0; n < kAtOnce; ++n) {
-            const u32 i = first + n;
-            copy_piece<kMixed, !kWholeSteps>(pieces[n], piece_[i], i % 2 == 0 ? even : odd,
-                                             i * kRowsAtOnce * kSwizzleBytes,
-                                             i < kCopies / 2 ? bytes : bytes_of_half);
-          }
+        if ((all_ >> group & 1) != 0) {
+          copy_group<false>(group, from, even, odd, bytes, bytes_of_half);
+        } else if ((some_ >> group & 1) != 0) {
+          copy_group<true>(group, from, even, odd, bytes, bytes_of_half);
         }
       }
       arrive_when_copied(full);
@@ -88,9 +75,6 @@ class GatheredRows {
   static constexpr u32 kGroups = kTileRows / Machine::kLanes;    // of a row for each lane
   static constexpr u32 kOfGroup = kCopies / kGroups;
   static constexpr u32 kAtOnce = 4;  // addresses: of more there are no registers
-  /// Whether a tile may have rows of others, which stay as they are. Of a rank alone, what lies
-  /// behind its rows is nobody's.
-  static constexpr bool kMixed = kGeometry.world > 1;
   /// A row's pieces change places by its number among eight, and of a lane's rows every other one
   /// is four behind.
   static constexpr u32 kOddPiece = kRowsAtOnce * kCopyBytes;
@@ -101,6 +85,27 @@ class GatheredRows {
 
   /// Where in a row of a stage this lane's pieces lie.
   static u32 piece_byte() { return Machine::lane() % kPieces * kCopyBytes; }
+
+  /// Copies the pieces of a group of rows; `kSome`: of those that are gathered.
+  template <bool kSome>
+  void copy_group(u32 group, const PieceSource& from, const PieceTarget& even,
+                  const PieceTarget& odd, u32 bytes, u32 bytes_of_half) const {
+#pragma unroll
+    for (u32 first = group * kOfGroup; first < (group + 1) * kOfGroup; first += kAtOnce) {
+      PieceSource pieces[kAtOnce];
+#pragma unroll
+      for (u32 n = 0; n < kAtOnce; ++n) {
+        pieces[n] = from.piece(piece_[first + n]);
+      }
+#pragma unroll
+      for (u32 n = 0; n < kAtOnce; ++n) {
+        const u32 i = first + n;
+        copy_piece<kSome, !kWholeSteps>(pieces[n], piece_[i], i % 2 == 0 ? even : odd,
+                                        i * kRowsAtOnce * kSwizzleBytes,
+                                        i < kCopies / 2 ? bytes : bytes_of_half);
+      }
+    }
+  }
 
   /// A lane looks up a row of each group, and tells whoever copies it.
   void find(const RankArguments& arguments, const Task& task) {
@@ -126,13 +131,15 @@ class GatheredRows {
     for (u32 group = 0; group < kGroups; ++group) {
       const bool there = places[group] != kNone;
       const bool of_half = narrow && group * Machine::kLanes >= kNarrowRows;
-      some_ |= (Machine::ballot(there) != 0 ? 1U : 0U) << group;
+      const u32 those = Machine::ballot(there);
+      some_ |= (those != 0 ? 1U : 0U) << group;
+      all_ |= (those == ~0U ? 1U : 0U) << group;
       u32 begin = tokens[group] * (kGeometry.row_bytes / kCopyBytes) + (of_half ? kPieces : 0);
-      begin = there ? begin : kMixed ? kNone : 0;
+      begin = there ? begin : kNone;
 #pragma unroll
       for (u32 n = 0; n < kOfGroup; ++n) {
         const u32 its = Machine::broadcast(begin, n * kRowsAtOnce + first);
-        piece_[group * kOfGroup + n] = kMixed && its == kNone ? kNone : its + piece;
+        piece_[group * kOfGroup + n] = its == kNone ? kNone : its + piece;
       }
     }
     u32 laid_out = 0;
@@ -161,7 +168,8 @@ class GatheredRows {
   const u8* x_;
   u32 place_;     // of its first one in a stage
   u32 half_ = 0;  // columns between the two halves of a narrow tile's stage, in bytes
-  u32 some_ = 0;  // of each group a bit: whether it has some of them
+  u32 some_ = 0;  // of each group a bit: whether it has some of them,
+  u32 all_ = 0;   // and whether all of its rows are
   u32 laid_out_ = 0;
 };
 
