@@ -46,7 +46,6 @@ AGREES = {torch.float32: 1e-4, torch.bfloat16: 0.02}
 
 EE = "EE"
 LAYOUTS: tuple[Layout, ...] = ("auto", "expert_major_persistent", "gathered")
-"""Of them the last one has a layer of its own, for the least tokens of a suite alone."""
 
 STAGES = {
     "align": ROUTE,
@@ -113,7 +112,6 @@ class _Study:
         self._dtype = torch.bfloat16 if self._on_gpu else torch.float32
         self._clock = clock_of(world, group)
         self._reader = Reader() if self._on_gpu else None
-        self._few = min(suite.tokens)
         # Groups of one rank each, which all ranks make.
         self._own = [None if group is None else dist.new_group([n]) for n in range(world.size)]
         self.document: dict[str, Any] = {
@@ -180,8 +178,7 @@ class _Study:
                 begun = []
                 for intermediate, slices, kind in shapes:
                     for layout in LAYOUTS:
-                        most = self._few if layout == "gathered" else None
-                        cfg = suite.config(intermediate, self._dtype, most)
+                        cfg = suite.config(intermediate, self._dtype)
                         slicing = slicing_of("tensor", "replicated", slices, layout=layout)
                         kinds = ({"slicing": slicing, **kind},)
                         one = compile_ahead.started([(layout, cfg)], 1, blocks, kinds=kinds)
@@ -205,7 +202,6 @@ class _Study:
         """Every number of tokens of the layer that all ranks have in slices."""
         suite, ranks_ = self._suite, self._world.size
         slice_ = suite.config(suite.reduced, self._dtype)
-        few = suite.config(suite.reduced * ranks_, self._dtype, self._few)
         whole = suite.config(suite.reduced * ranks_, self._dtype)
         policies: dict[str, moeos.Experts] = {
             "auto": self._experts(whole, self._world, "auto"),
@@ -214,14 +210,13 @@ class _Study:
             "expert_major_persistent": self._experts(
                 whole, self._world, "expert_major_persistent", "fused"
             ),
+            "gathered": self._experts(whole, self._world, "gathered", "fused"),
         }
-        gathered = self._experts(few, self._world, "gathered", "fused")
         for tokens in suite.tokens:
             inputs = self._inputs(slice_, tokens)
             baseline = Baseline(inputs, self._group)
-            here = dict(policies) | ({"gathered": gathered} if tokens == self._few else {})
             ways: dict[str, Callable[[], object]] = {EE: replayed(baseline.whole)}
-            ways |= {name: replayed(moeos_call(it, inputs)) for name, it in here.items()}
+            ways |= {name: replayed(moeos_call(it, inputs)) for name, it in policies.items()}
             off = self._compare(ways, tokens)
             ways |= {"products": replayed(baseline.products), "chain": replayed(baseline.chain)}
             yield {
@@ -238,7 +233,6 @@ class _Study:
         """Every number of tokens of a slice that each rank has for itself."""
         suite, own = self._suite, self._own[self._world.rank]
         cfg = suite.config(intermediate, self._dtype)
-        few = suite.config(intermediate, self._dtype, self._few)
         backend = self._world.backend
         traced = intermediate == suite.staged
         events = TRACE_EVENTS if traced else 0
@@ -246,15 +240,13 @@ class _Study:
             moeos.init(backend, group=own, deadline=_DEADLINE) as world,
             moeos.init(backend, group=own, deadline=_DEADLINE, trace_events=events) as noting,
         ):
-            sizes = {it: few if it == "gathered" else cfg for it in LAYOUTS}
-            experts = {it: self._experts(sizes[it], world, it) for it in LAYOUTS}
-            noted = {it: self._experts(sizes[it], noting, it) for it in LAYOUTS if traced}
+            experts = {it: self._experts(cfg, world, it) for it in LAYOUTS}
+            noted = {it: self._experts(cfg, noting, it) for it in LAYOUTS if traced}
             for tokens in suite.tokens:
                 inputs = self._inputs(cfg, tokens)
                 baseline = Baseline(inputs, None)
-                names = [it for it in LAYOUTS if it != "gathered" or tokens == self._few]
                 ways: dict[str, Callable[[], object]] = {EE: replayed(baseline.partial)}
-                ways |= {it: replayed(moeos_call(experts[it], inputs)) for it in names}
+                ways |= {it: replayed(moeos_call(experts[it], inputs)) for it in LAYOUTS}
                 off = self._compare(ways, tokens)
                 times = self._in_turn(ways, tokens)
                 stages: dict[str, dict[str, float]] = {}
@@ -262,7 +254,7 @@ class _Study:
                     parts = {name: replayed(stage) for name, stage in baseline.stages.items()}
                     found = self._in_turn(parts, tokens)
                     stages[EE] = {name: found[name]["median"] for name in parts}
-                    stages |= {it: self._stages(noted[it], inputs) for it in names}
+                    stages |= {it: self._stages(noted[it], inputs) for it in LAYOUTS}
                 yield {
                     "intermediate": intermediate,
                     "tokens": tokens,

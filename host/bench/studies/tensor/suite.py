@@ -5,7 +5,7 @@ A suite's file has these keys:
     rounds, warm_up_rounds: how often each contestant runs, timed and before that.
     trace_rounds: how often a traced call does.
     hidden, experts, top_k: of all layers.
-    tokens: a list, with a least one that layout="gathered" takes.
+    tokens: a list.
     slices: I of a rank, a list: layers of one rank, without a reduction.
     staged: of these, the one whose stages are noted, too.
     reduced: I of a rank of the layer that all ranks have in slices.
@@ -49,14 +49,14 @@ class Suite:
     staged: int
     reduced: int
 
-    def config(self, intermediate: int, dtype: torch.dtype, most: int | None = None) -> MoEConfig:
-        """A layer of so many values between its products, for up to `most` tokens."""
+    def config(self, intermediate: int, dtype: torch.dtype) -> MoEConfig:
+        """A layer of so many values between its products."""
         return MoEConfig(
             hidden=self.hidden,
             intermediate=intermediate,
             experts=self.experts,
             top_k=self.top_k,
-            max_tokens=max(self.tokens) if most is None else most,
+            max_tokens=max(self.tokens),
             dtype=dtype,
         )
 
