@@ -21,6 +21,8 @@ from moeos.engines.cuda_arguments import RECORD_BYTES
 from moeos.engines.cuda_gradient_arguments import GRADIENT_RECORD_BYTES, SAVING_RECORD_BYTES
 from moeos.jit import Kernel, compile_kernel, include_root, macros
 from moeos.kernel_shape import KernelShape, Transport
+from moeos.policies import Policy
+from moeos.slicing import Slicing
 from tests.host.kernel_shapes import shape
 from tests.host.ordered_loads import SCOPES, in_machine_code, in_ptx
 from tests.host.relocations import relocations
@@ -146,6 +148,23 @@ def test_the_most_experts_and_choices_leave_registers_where_they_are(
     rules = {"scoring": "sigmoid", "selection_bias": True, "expert_groups": 8, "top_groups": 4}
     most = shape(experts=1024, top_k=32, hidden=2048, router_dtype=router_dtype, **rules)
     made = compile_kernel(dataclasses.replace(most, world_size=ranks), tmp_path)
+    assert made.report.keeps_registers
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("hidden", [2048, 2880], ids=["whole steps", "a step amid a row's end"])
+def test_a_kernel_that_gathers_rows_keeps_its_registers(
+    hidden: int, ranks: int, tmp_path: Path
+) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="install the test extra for NVRTC")
+    sizes = {"intermediate": 768, "experts": 128, "top_k": 8, "max_tokens": 8192}
+    gathers = dataclasses.replace(
+        shape(hidden=hidden, **sizes),
+        world_size=ranks,
+        slicing=Slicing(policy=Policy(layout="gathered")),
+    )
+    made = compile_kernel(gathers, tmp_path)
     assert made.report.keeps_registers
 
 
