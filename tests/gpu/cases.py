@@ -25,6 +25,7 @@ from moeos.engines.base import CallStats, CallTensors
 from moeos.engines.cuda import CAPABILITY, CudaEngine
 from moeos.jit import compile_kernel
 from moeos.kernel_shape import KernelShape
+from moeos.slicing import WHOLE, Slicing
 from tests.layers import Call, Weights, config, draw_call, draw_given_call
 
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 2e-3}
@@ -265,7 +266,7 @@ def call_on_gpu(call: Call) -> Call:
 class RankLayer:
     """One rank's engine with its part of weights that are on the GPU."""
 
-    def __init__(self, weights: Weights, world: World) -> None:
+    def __init__(self, weights: Weights, world: World, slicing: Slicing = WHOLE) -> None:
         own = weights.cfg.experts_of(world.rank, world.size)
         mine = slice(own.start, own.stop)
         self._weights = weights
@@ -275,7 +276,7 @@ class RankLayer:
             for name in ("w1", "w2", "b1", "b2")
             for part in [getattr(weights, name)]
         }
-        self.engine = CudaEngine(weights.cfg, world, world.workspace.shared)
+        self.engine = CudaEngine(weights.cfg, world, world.workspace.shared, slicing=slicing)
 
     def __call__(self, call: Call, tokens: Tensor | None = None) -> Tensor:
         """The output of a call whose tensors are on the GPU; whatever is not written is NaN.

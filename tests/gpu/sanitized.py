@@ -12,6 +12,8 @@ import sys
 import torch
 
 from moeos import World, jit, virtual
+from moeos.policies import Policy
+from moeos.slicing import Slicing
 from tests.gpu.cases import RankLayer, assert_matches, call_on_gpu, draw_routed_call, on_gpu
 from tests.gradients import Gradients, assert_match, drawn, found_of, leaves_of
 from tests.layers import Call, config, draw_given_call, draw_weights
@@ -37,7 +39,10 @@ CONFIGS = {
         dtype=torch.bfloat16, max_tokens=96, experts=144, hidden=1032, router_dtype=torch.float32
     ),
     "remote": config(dtype=torch.bfloat16, max_tokens=96, capacity_factor=1.5, row_map="capacity"),
+    "gathered": config(dtype=torch.bfloat16, max_tokens=160, experts=3),
 }
+GATHERED = ("gathered",)
+"""Whose own rows are read where their tokens are."""
 TRAINED = {
     "gated": config(
         dtype=torch.bfloat16,
@@ -66,9 +71,10 @@ def main(name: str, ranks: int) -> None:
     jit._OPTIONS = (*jit._OPTIONS, "--generate-line-info")  # the tools then name source lines
     cfg = CONFIGS[name]
     weights = on_gpu(draw_weights(cfg))
+    slicing = Slicing(policy=Policy(layout="gathered" if name in GATHERED else "auto"))
 
     def rank_main(world: World) -> None:
-        layer = RankLayer(weights, world)
+        layer = RankLayer(weights, world, slicing)
         most = cfg.max_tokens
         calls: list[Call] = [
             draw_routed_call(weights, most, world.rank),
