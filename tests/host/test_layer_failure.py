@@ -154,8 +154,8 @@ def test_a_deadline_bounds_silence_and_not_the_length_of_a_call() -> None:
         assert_matches(weights, calls[world.rank], y)
         return seconds
 
-    twin = TwinOptions(processors=1, jitter_us=25_000.0)
-    assert max(virtual.run(rank_main, ranks=2, deadline=0.5, twin=twin)) > 0.5
+    twin = TwinOptions(processors=1, jitter_us=50_000.0)
+    assert max(virtual.run(rank_main, ranks=2, deadline=1.0, twin=twin)) > 1.0
 
 
 def test_leaving_a_world_by_an_exception_ends_the_peers_calls_at_once() -> None:
