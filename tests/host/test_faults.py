@@ -439,7 +439,7 @@ def test_a_process_that_is_killed_at_a_stage_is_named_by_the_others(stage: str, 
 
     def live(rank: int) -> str:
         os.environ.update(torchrun_environment(rank, RANKS, port))
-        with moeos.init("twin", deadline=1.0, faults=plan("kill", stage), **way) as world:
+        with moeos.init("twin", deadline=2.0, faults=plan("kill", stage), **way) as world:
             layer = WEIGHTS.layer(world)
             return last_call(world, layer)
 

@@ -454,7 +454,7 @@ def test_late_ranks_of_a_subgroup_are_named_by_their_numbers_in_the_job_too() ->
         pair, done = dist.new_group([1, 2]), dist.new_group([0, 1, 2])
         said = []
         if rank > 0:
-            world = moeos.init("twin", group=pair, deadline=1.0)
+            world = moeos.init("twin", group=pair, deadline=2.0)
             layer = moeos.MoELayer(CFG, world)
             x = torch.randn(3, CFG.hidden)
         if rank == 1:
@@ -469,7 +469,7 @@ def test_late_ranks_of_a_subgroup_are_named_by_their_numbers_in_the_job_too() ->
     names = "; rank 0 of the world is rank 1 of the job, rank 1 of the world is rank 2"
     assert call.startswith("rank 0 waited")
     assert call.endswith("then all ranks may call reset()" + names)
-    assert barrier.startswith("rank 0 of 2 waited 1 s for a test: rank 1 did not arrive")
+    assert barrier.startswith("rank 0 of 2 waited 2 s for a test: rank 1 did not arrive")
     assert f"{names}. Ranks of this world" in barrier
 
 

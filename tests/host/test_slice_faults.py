@@ -25,7 +25,7 @@ def test_a_rank_that_waits_for_sums_is_not_blamed_by_another_group() -> None:
 
     def live(rank: int) -> str:
         os.environ.update(torchrun_environment(rank, 4, port))
-        with moeos.init("twin", deadline=1.0, faults=plan) as world:
+        with moeos.init("twin", deadline=2.0, faults=plan) as world:
             layer = weights.layer(world, parallel="tensor", tensor_ranks=2)
             x = draw_call(cfg, 20, rank // 2).x
             layer(x)
