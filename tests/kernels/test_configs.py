@@ -136,7 +136,7 @@ def test_the_kernel_neither_spills_nor_has_a_stack_frame(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("name", "ranks"), [(name, EVERYWHERE) for name in OF_THE_TWIN])
+@pytest.mark.parametrize(("name", "ranks"), [(name, EVERYWHERE) for name in sorted(OF_THE_TWIN)])
 def test_a_config_of_the_twin_alone_is_refused(
     name: str, ranks: int, compiled: dict[tuple[str, int], Compiled]
 ) -> None:
