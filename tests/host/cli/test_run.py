@@ -204,7 +204,7 @@ def test_a_layout_of_slices_is_what_the_options_say(config: Path) -> None:
     assert (document["layout"], document["reduce"]) == ("gathered", "fused")
     assert {rank["tasks"]["dispatch"] for rank in document["by_rank"]} == {0}
     assert "layout='gathered'" in invoke(config, *options)[1]
-    code, _, err = invoke(config, *options[:2], "--layout", "gathered")
+    code, _, err = invoke(config, *options[:2], "--reduce", "fused")
     assert code == 2
     assert "pass parallel='tensor'" in err
 
