@@ -346,4 +346,10 @@ def _conclude(world: moeos.World, plan: _Plan, options: TrainOptions) -> bool:
         found.append(f"{max(apart[_EARLY:]):.1e} behind it (tolerance {bars[-1]:.0e})")
     print(f"largest difference {', '.join(found)}")
     print(f"final loss {losses[-1]:.4f}, reference {references[-1]:.4f}", flush=True)
-    return all(difference <= bar for difference, bar in zip(apart, bars, strict=True))
+    for step, (difference, bar) in enumerate(zip(apart, bars, strict=True), 1):
+        if not difference <= bar:
+            output.say(
+                f"losses differ by {difference:.1e} in step {step}; at most {bar:.0e} is right"
+            )
+            return False
+    return True

@@ -84,7 +84,7 @@ def test_ranks_keep_to_stock_pytorch_and_fewer_of_them_go_on(
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert whole["ranks"] == ranks
     assert len(whole["losses"]) == steps
-    assert whole["losses"][-1] < whole["losses"][0] - 0.1  # it learns
+    assert whole["losses"][-1] < whole["losses"][0] - 0.02  # it learns, while its rate still grows
     assert largest_difference(whole) <= 1e-5
     half = trained(ranks, "half.json", "--steps", steps // 2, "--save", folder)
     assert half["losses"] == whole["losses"][: steps // 2]
