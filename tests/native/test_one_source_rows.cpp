@@ -18,6 +18,7 @@ using moeos::align_up;
 using moeos::ceil_div;
 using moeos::count_word;
 using moeos::Geometry;
+using moeos::kAwaitsByCounts;
 using moeos::OneSourceRows;
 using moeos::Plan;
 using moeos::ReadyWord;
@@ -123,7 +124,7 @@ void expect_a_whole_plan(const std::vector<u32>& rows, u32 large_experts) {
   bool second = false;
   for (const Part& part : parts) {
     const Task& task = part.task;
-    expect(task.kind == part.word.kind() && task.epoch == kEpoch && task.awaits == 1,
+    expect(task.kind == part.word.kind() && task.epoch == kEpoch && task.awaits == kAwaitsByCounts,
            "a part's word and its descriptor agree");
     second = second || task.kind == TaskKind::product1;
     expect(second == (task.kind == TaskKind::product1), "no first GEMM is behind a second one");
