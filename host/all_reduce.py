@@ -120,12 +120,12 @@ class OfHosts:
         self.end()
 
     def end(self) -> None:
-        """See `AllReduce`. What is under way ends by gloo's own timeout, in another thread."""
+        """See `AllReduce`. What is under way ends by gloo's own timeout, in another thread, for
+        which the program's end waits a while.
+        """
         left, self._gloo = [self._gloo], None
         if left != [None]:
-            ending = Caller("moeos-gloo")
-            ending.begin(left.clear)
-            ending.close()
+            Caller("moeos-gloo").close(left.clear)
 
     def _connect(self, ends: float) -> None:
         if self._gloo is not None:

@@ -34,10 +34,11 @@ class Caller:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._free = threading.Lock()  # held while a function runs
         self._home = Home()
+        self._closed = False
         _callers[id(self)] = self
-        thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         try:
-            thread.start()
+            self._thread.start()
         except RuntimeError as error:
             raise no_thread(f"the thread {name}", "start fewer ranks here") from error
 
@@ -68,19 +69,20 @@ class Caller:
                 _given_up.add(self)
             raise
 
-    def begin(self, function: Callable[[], None]) -> None:
-        """Has a function called, which raises nothing; nobody waits for it."""
-        self._calls.put(function)
-
-    def close(self) -> None:
-        """Ends the thread when it has called what was asked for before."""
+    def close(self, last: Callable[[], None] | None = None) -> None:
+        """Ends the thread when it has called what was asked for before, and `last`, which raises
+        nothing. Nobody waits for that but the program's end.
+        """
+        self._closed = True
+        if last is not None:
+            self._calls.put(last)
         self._calls.put(None)
 
     def _work(self) -> None:
         while call := self._calls.get():
             with self._free:
                 call()
-            del call  # it may hold the last reference to a store
+                del call  # it may hold the last reference to a store
 
 
 _callers: weakref.WeakValueDictionary[int, Caller] = weakref.WeakValueDictionary()  # by id
@@ -92,15 +94,20 @@ def _let_return() -> None:
     """Before the interpreter ends: a thread that comes back then from code of others is ended
     where it is, and where that is C++ the process ends by SIGABRT.
 
-    Who was given up and has come back stays in `_work`; the others may call what is asked for
-    behind this. Who has not come back within the patience is left.
+    The thread of one that is closed ends, with what it has not begun yet. Of the others, who was
+    given up and has come back stays in `_work`; the rest may call what is asked for behind this.
+    Who has not come back within the patience is left.
     """
     ends = time.monotonic() + _PATIENCE
     for one in _callers.valuerefs():
         caller = one()
         if caller is None or not caller._home.here:  # a child has no such thread
             continue
-        has_come_back = caller._free.acquire(timeout=max(0.0, ends - time.monotonic()))
+        left = max(0.0, ends - time.monotonic())
+        if caller._closed:
+            caller._thread.join(left)
+            continue
+        has_come_back = caller._free.acquire(timeout=left)
         if has_come_back and caller not in _given_up:
             caller._free.release()
 

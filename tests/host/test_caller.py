@@ -111,3 +111,26 @@ def test_the_end_of_a_program_waits_a_while_for_what_was_given_up(
     """A thread that came back from C++ while the interpreter ends would end the process."""
     ended = programs.ended(PROGRAM.format(call=call, patience=patience))
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, said, "")
+
+
+def test_the_end_of_a_program_waits_for_what_a_closed_caller_has_not_begun() -> None:
+    """No thread takes the interpreter's lock from another here: the caller's has begun nothing.
+
+    It would be ended amid what it calls, such as the end of gloo's connections: where that is C++,
+    the process ends by SIGABRT.
+    """
+    ended = programs.ended(
+        """
+import os, sys, time
+from moeos.caller import Caller
+
+def last():
+    time.sleep(0.2)
+    os.write(1, b"called")
+
+sys.setswitchinterval(1000.0)
+Caller("closed").close(last)
+sys.exit(7)
+"""
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (7, "called", "")
