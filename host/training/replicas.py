@@ -8,20 +8,24 @@ which parameters are experts, and nothing of wrappers or of how a layer computes
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from concurrent import futures
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moeos import process_groups, sharding, wrappers
+from moeos import process_groups, rendezvous, sharding, wrappers
 from moeos.all_reduce import OfHosts
 from moeos.control import ControlPlane, StoreControl
 from moeos.errors import ConfigMismatch, PeerTimeout, said
 from moeos.held_signals import HeldSignals
 from moeos.process_groups import Membership
+from moeos.rendezvous import Meeting
 from moeos.training.gradients import distinct, gradient_of, ids_of_experts
 from moeos.world import World
 
@@ -29,11 +33,14 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+Value = TypeVar("Value")
+
 _WHAT = "the comparison of experts whose gradients are added up"
 _SUMS = "the sums of experts' gradients"
 _REMEDY = (
     "Nothing has been added up here: call moeos.training.reduce_expert_grads_ on all ranks of the "
-    "group again, or end the program on all"
+    "group again, or end the program on all. A rank that was not in the call that failed may "
+    "be told so by its next one; behind that all meet"
 )
 _MAX_TOLD = 2000  # characters of a rank's error that the others are told
 
@@ -76,7 +83,9 @@ def reduce_expert_grads_(
         ValueError: ranks of `group` are of the same world, which hold other experts; it is a mesh
             of several dimensions, or has not this process; or as `get_total_norm` says. Where only
             another rank has such an error, it is named.
-        PeerTimeout: a rank of `group` did not make the call before the world's deadline.
+        PeerTimeout: a rank of `group` did not make the call before the world's deadline, or gave it
+            up; all may call it again. A rank that was not in that call at all may be told so by its
+            next one, which then fails on all; the call behind that is right.
     """
     member = None if group is None else process_groups.membership(group)
     given = distinct(parameters)
@@ -117,10 +126,12 @@ def _together(
     On hosts sums lie beside the gradients until all ranks have said that they have them. From then
     on this rank looks for no signal. On GPUs sums are launched behind that, in place.
     """
-    group = _group_of(member, world)
-    control, sums = group.control, list[Tensor | None]()
+    group: _Group | None = None
+    sums = list[Tensor | None]()
     well = False
     try:
+        group = _group_of(member, world)
+        control, by_hosts = group.control, group.by_hosts
         trained = _agreed(member, world, control, find)
 
         def look() -> None:
@@ -133,7 +144,7 @@ def _together(
                     sums.append(None)  # made in place, when all have said so
                 else:
                     mine = torch.zeros_like(parameter) if gradient is None else gradient
-                    sums.append(group.by_hosts.sums(mine, look))
+                    sums.append(by_hosts.sums(mine, look))
         with HeldSignals() as signals:
             if not all(control.allgather(signals.raised is None, _SUMS)):
                 raise PeerTimeout(f"{group.what} were not taken: a rank was interrupted. {_REMEDY}")
@@ -142,12 +153,12 @@ def _together(
             _take(trained, sums, member.group, ranks)
             well = True
     except BaseException as error:
-        if not well:
+        if not well and group is not None:
             of_itself = said(error) if isinstance(error, PeerTimeout) else type(error).__name__
-            control.abort(f"{of_itself} in reduce_expert_grads_")
+            group.leave(f"{of_itself} in reduce_expert_grads_")
         raise
     finally:
-        if not well:  # a later call begins anew, on all ranks
+        if not well and group is not None:  # a later call begins anew, on all ranks
             world.beside.pop(_key(member), None)
             group.close()
 
@@ -263,6 +274,60 @@ def _key(member: Membership) -> tuple[str, int]:
     return member.group.group_name, id(member.group)
 
 
+class _Round:
+    """The number of what ranks of a group begin together: one behind the last that any has left.
+
+    Each rank tells in the group's store which round it left last, whatever its call ended by. So
+    ranks that have missed a call, or left one before the others came, meet again: in any call that
+    no rank makes before all have ended the one before.
+    """
+
+    def __init__(self, member: Membership, deadline: float, meeting: Meeting) -> None:
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        self._deadline = deadline
+        self._rank = member.rank
+        self._of_group = meeting.store
+        self._where = meeting.where
+        left = self._ask(lambda: [self._left_by(rank) for rank in range(member.size)])
+        self._number = 1 + max(left)
+        self.store = PrefixStore(f"moeos/rounds/{self._number}", meeting.store)
+
+    def leave(self) -> None:
+        """This rank begins nothing in this round any more."""
+
+        def leave() -> None:
+            last = max(self._number, self._left_by(self._rank))  # of another world over this group
+            self._of_group.set(f"moeos/left/{self._rank}", str(last))
+
+        self._ask(leave)
+
+    def _left_by(self, rank: int) -> int:
+        key = f"moeos/left/{rank}"
+        return int(self._of_group.get(key)) if self._of_group.check([key]) else 0
+
+    def _ask(self, question: Callable[[], Value]) -> Value:
+        def ask() -> Value | RuntimeError:
+            try:
+                return question()
+            except RuntimeError as error:
+                return error
+
+        ends = time.monotonic() + self._deadline
+        try:
+            found = rendezvous.within(self._deadline, ask)
+        except futures.TimeoutError as error:
+            if time.monotonic() < ends:  # a signal's handler has raised it
+                raise
+            raise self._failed(f"gave no answer for {self._deadline:g} s") from error
+        if isinstance(found, RuntimeError):
+            raise self._failed(f"is lost: {found}") from found
+        return found
+
+    def _failed(self, why: str) -> PeerTimeout:
+        return PeerTimeout(f"rank {self._rank}: {self._where} {why}. {_REMEDY}")
+
+
 class _Group:
     """What ranks of a process group have beside it: a control plane, and sums of hosts over
     connections that no other all-reduce uses.
@@ -271,21 +336,38 @@ class _Group:
     def __init__(self, member: Membership, world: World) -> None:
         meeting = process_groups.meet(member, world.deadline, world.device)
         self.what = f"rank {member.rank} of {member.size}: {_SUMS}"
-        self.control = StoreControl(
-            *(member.rank, member.size, world.deadline, meeting.store),
-            where=meeting.where,
-            serves=meeting.serves,
-            job=tuple(dist.get_process_group_ranks(member.group)),
-            remedy=_REMEDY,
-            begins=_WHAT,
-        )
-        place = member.rank, member.size
-        store = self.control.store("sums")
-        self.by_hosts = OfHosts(store, place, world.deadline, self.what, _REMEDY)
+        self._round = _Round(member, world.deadline, meeting)
+        try:
+            self.control = StoreControl(
+                *(member.rank, member.size, world.deadline, self._round.store),
+                where=meeting.where,
+                serves=meeting.serves,
+                job=tuple(dist.get_process_group_ranks(member.group)),
+                remedy=_REMEDY,
+                begins=_WHAT,
+            )
+            place = member.rank, member.size
+            store = self.control.store("sums")
+            self.by_hosts = OfHosts(store, place, world.deadline, self.what, _REMEDY)
+        except BaseException as error:
+            self._leave_round()
+            if hasattr(self, "control"):
+                self.control.abort(said(error))
+                self.control.close()
+            raise
 
     def abort(self, reason: str) -> None:
         """Ends the waits of all its ranks."""
         self.control.abort(reason)
+
+    def leave(self, reason: str) -> None:
+        """The same, and this rank's next one meets the others' next one."""
+        self._leave_round()
+        self.control.abort(reason)
+
+    def _leave_round(self) -> None:
+        with contextlib.suppress(PeerTimeout):  # a store that is gone tells the peers as much
+            self._round.leave()
 
     def close(self) -> None:
         """Gives all of it back."""

@@ -185,6 +185,83 @@ def test_what_a_handler_raises_amid_the_comparison_is_told_and_a_later_call_is_r
     assert "rank 0 gave up: LookupError in reduce_expert_grads_" in second
 
 
+@pytest.mark.parametrize("others_begin", ["the first call", "a later call"])
+@pytest.mark.parametrize("leaves", ["before the call", "early in it"])
+def test_ranks_of_which_one_missed_a_call_meet_again(
+    leaves: str, others_begin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> NoReturn:
+        raise LookupError("of a handler")
+
+    def rank_main(world: World) -> list[str]:
+        with alone(deadline=1.0) as here:
+            layer = MoELayer(CFG, here)
+            before = given(layer).clone()
+            said = []
+
+            def reduce() -> None:
+                reduce_expert_grads_(layer.parameters(), dist.group.WORLD, world=here)
+
+            def reduce_on_all() -> None:
+                said.append(raised(reduce))
+                world.control.barrier()
+
+            if others_begin == "a later call":
+                reduce_on_all()
+            if world.rank == 0:
+                reduce_on_all()
+            elif leaves == "before the call":
+                world.control.barrier()
+            else:
+                with monkeypatch.context() as patch:
+                    patch.setattr(replicas, "_group_of", interrupted)
+                    reduce_on_all()
+            for _ in range(3):
+                reduce_on_all()
+            assert torch.equal(layer.w1.grad, before)  # type: ignore[arg-type]
+            return said[-3:]
+
+    for said in ranks_of_torch(rank_main, 2):
+        if others_begin == "a later call":
+            assert said[0].startswith("PeerTimeout: ")
+            assert "A rank that was not in the call that failed may be told so" in said[0]
+            del said[0]
+        assert set(said) == {"nothing"}
+
+
+@pytest.mark.parametrize("amid", ["StoreControl", "OfHosts"])
+def test_ranks_of_which_one_was_interrupted_while_they_connected_meet_again(
+    amid: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> NoReturn:
+        raise LookupError("of a handler")
+
+    def rank_main(world: World) -> list[str]:
+        with alone(deadline=1.0) as here:
+            layer = MoELayer(CFG, here)
+            before = given(layer).clone()
+            said = []
+            for attempt in range(3):
+                with monkeypatch.context() as patch:
+                    if attempt == 0 and world.rank == 1:
+                        patch.setattr(replicas, amid, interrupted)
+                    said.append(
+                        raised(
+                            lambda: reduce_expert_grads_(
+                                layer.parameters(), dist.group.WORLD, world=here
+                            )
+                        )
+                    )
+                world.control.barrier()
+            assert torch.equal(layer.w1.grad, before)  # type: ignore[arg-type]
+            return said
+
+    first, second = ranks_of_torch(rank_main, 2)
+    assert first[0].startswith("PeerTimeout: ")
+    assert second[0] == "LookupError: of a handler"
+    assert first[1:] == second[1:] == ["nothing"] * 2
+
+
 @pytest.mark.parametrize("comes", ["amid the sums", "behind the last word"])
 def test_whenever_a_handler_raises_all_gradients_of_all_ranks_are_sums_or_none_is(
     comes: str, monkeypatch: pytest.MonkeyPatch
