@@ -15,10 +15,13 @@ import torch
 from torch import Tensor
 
 from moeos import agreement, interruption, sharding
+from moeos.errors import PeerTimeout
 from moeos.experts import device_of
 from moeos.held_signals import HeldSignals
 from moeos.training.gradients import over_ranks
 from moeos.world import World
+
+_WHAT = "GradScaler.unscale_"
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -30,8 +33,9 @@ class GradScaler(torch.amp.GradScaler):
     for the same optimizers, in the same order. An optimizer may have DTensors, such as those of
     `fully_shard`, beside plain experts. A rank whose optimizer has no gradient does as the others.
 
-    What interrupts `unscale_` has changed no gradient of this rank: after `world.reset()` on all
-    ranks it may be called again.
+    What a signal's handler raises amid `unscale_` comes out where no rank has unscaled a gradient,
+    or where all have: then PyTorch refuses to do it again. Where none has, it may be called again
+    after `world.reset()` on all ranks.
 
     Args:
         device, settings: as of `torch.amp.GradScaler`.
@@ -47,15 +51,25 @@ class GradScaler(torch.amp.GradScaler):
         agreement.require_world(world)
         super().__init__(device, **settings)
         self._world = world
-        self._behind: contextlib.ExitStack | None = None  # what ends when a call of unscale_ does
+        self._scaling: _Scaling | None = None  # of the call of unscale_ that is under way
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """See `torch.amp.GradScaler.unscale_`. Collective."""
-        with contextlib.ExitStack() as self._behind:
-            try:
-                super().unscale_(optimizer)
-            finally:
-                self._behind = None
+        unscale = super().unscale_
+        if self._world.size == 1:
+            unscale(optimizer)
+            return
+        held = HeldSignals()
+
+        def on_all() -> None:
+            with contextlib.ExitStack() as ends:
+                self._scaling = _Scaling(held, ends)
+                try:
+                    unscale(optimizer)
+                finally:
+                    self._scaling = None
+
+        interruption.told(self._world.aside, _WHAT, on_all, held)
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, *others: Any
@@ -73,17 +87,31 @@ class GradScaler(torch.amp.GradScaler):
         world = self._world
         if world.size == 1:
             return unscale(inv_scale)
+
         # Looked for first, and scaled when all ranks know: what is interrupted changes no gradient.
-        # Behind that no signal comes before PyTorch has noted it, or it would be done again.
-        found = interruption.told(
-            world.aside,
-            "GradScaler.unscale_",
-            lambda: self._found(lambda: unscale(torch.ones_like(inv_scale))),
-        )
-        if self._behind is not None:  # else the optimizer scales them itself
-            self._behind.enter_context(HeldSignals())
-            unscale(inv_scale)
+        def look() -> dict[torch.device, Tensor]:
+            return self._found(lambda: unscale(torch.ones_like(inv_scale)))
+
+        if self._scaling is None:  # the optimizer scales them itself
+            return interruption.told(world.aside, "GradScaler.step", look)
+        found = look()
+        # From the last word on no signal comes before PyTorch has noted that they are scaled: or
+        # some ranks would have scaled and others not, or it would be done again.
+        held = self._scaling.ends.enter_context(self._scaling.held)
+        world.gate.run(lambda: self._require_on_all(held))
+        unscale(inv_scale)
         return found
+
+    def _require_on_all(self, held: HeldSignals) -> None:
+        """Raises, on all ranks, if one has been interrupted. Collective."""
+        control = self._world.aside
+        if not all(control.allgather(held.raised is None, _WHAT)):
+            raise PeerTimeout(
+                f"rank {self._world.rank} of {self._world.size}: nothing was unscaled, for a rank "
+                "was interrupted. All ranks may call world.reset() and go on"
+            )
+        # A rank that comes when others have given up finds what they told, and not this.
+        control.barrier(_WHAT)
 
     def _found(self, look: Callable[[], dict[torch.device, Tensor]]) -> dict[torch.device, Tensor]:
         """Whether any rank has found an infinity, by devices, of which there is one at least: a
@@ -127,6 +155,13 @@ class GradScaler(torch.amp.GradScaler):
                 kind = (whole.device_mesh, whole.placements) if cut else None
                 kinds.setdefault(kind, []).append(parameter)
         return [_Parameters([{"params": parameters}]) for parameters in kinds.values()]
+
+
+class _Scaling(NamedTuple):
+    """A call of `unscale_`: the signals that it holds from some point on, and what ends with it."""
+
+    held: HeldSignals
+    ends: contextlib.ExitStack
 
 
 class _Parameters(NamedTuple):

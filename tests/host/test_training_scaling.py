@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 import moeos
 from moeos import MoELayer, World, training, virtual
 from moeos.sharding import local_part
+from moeos.training import scaling
 from tests.layers import config
 from tests.process_group import ranks_of_torch
 
@@ -105,8 +106,10 @@ def test_an_error_of_one_rank_comes_to_all_and_nobody_unscales() -> None:
     assert second.startswith("RuntimeError: rank 1: group 0 of the optimizer has a parameter")
 
 
-@pytest.mark.parametrize("amid", ["the exchange", "the scaling"])
-def test_gradients_are_unscaled_once_whenever_a_signal_comes(
+@pytest.mark.parametrize(
+    "amid", ["the look", "behind the exchange", "before the last word", "the scaling"]
+)
+def test_gradients_are_unscaled_once_and_on_all_ranks_whenever_a_signal_comes(
     amid: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def handler(*_: object) -> NoReturn:
@@ -124,18 +127,39 @@ def test_gradients_are_unscaled_once_whenever_a_signal_comes(
         def unscale(*arguments: Any) -> Any:
             found = really(*arguments)
             times.append(True)
-            if world.rank == 0 and len(times) == (1 if amid == "the exchange" else 2):
+            if len(times) == (1 if amid == "the look" else 2):
                 signal.raise_signal(signal.SIGUSR1)
             return found
 
-        monkeypatch.setattr(torch.amp.GradScaler, "_unscale_grads_", unscale)
+        if world.rank == 0 and amid == "behind the exchange":
+            over_ranks = scaling.over_ranks
+
+            def all_over_ranks(*arguments: Any) -> Any:
+                total = over_ranks(*arguments)
+                signal.raise_signal(signal.SIGUSR1)
+                return total
+
+            monkeypatch.setattr(scaling, "over_ranks", all_over_ranks)
+        elif world.rank == 0 and amid == "before the last word":
+            last_word = scaler._require_on_all
+
+            def interrupted(*arguments: Any) -> None:
+                signal.raise_signal(signal.SIGUSR1)
+                last_word(*arguments)
+
+            monkeypatch.setattr(scaler, "_require_on_all", interrupted)
+        elif world.rank == 0:
+            monkeypatch.setattr(torch.amp.GradScaler, "_unscale_grads_", unscale)
+        before_it = signal.getsignal(signal.SIGUSR1)
         told = False
         try:
             scaler.unscale_(optimizer)
         except (KeyboardInterrupt, moeos.PeerTimeout):
             told = True
+        assert signal.getsignal(signal.SIGUSR1) == before_it
+        monkeypatch.undo()
         world.reset()
-        if amid == "the exchange":
+        if amid != "the scaling":
             assert torch.equal(layer.w1.grad, torch.full_like(layer.w1, SCALE))
             scaler.unscale_(optimizer)
         assert torch.equal(layer.w1.grad, torch.ones_like(layer.w1))
@@ -144,7 +168,7 @@ def test_gradients_are_unscaled_once_whenever_a_signal_comes(
         scaler.update()
         return [told, torch.equal(layer.w1, before - 1.0)]
 
-    assert ranks_of_torch(rank_main, 2) == [[True, True], [amid == "the exchange", True]]
+    assert ranks_of_torch(rank_main, 2) == [[True, True], [amid != "the scaling", True]]
 
 
 def test_a_main_grad_is_refused_by_name() -> None:
