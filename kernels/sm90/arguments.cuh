@@ -165,4 +165,16 @@ inline Rank<Machine> rank_of_look(const RankArguments& arguments) {
   return rank_of(arguments, nullptr, memory);
 }
 
+/// The rank, for one look at where results go. In a call of gradients the words of its shape lie
+/// where the compiler cannot foresee, for the same reason.
+inline Rank<Machine> rank_of_results(const RankArguments& arguments, const Rank<Machine>& rank) {
+  Rank<Machine> found = rank;
+  if constexpr (kGradients) {
+    HeapPlace place = arguments.place;
+    asm volatile("" : "+l"(place.words_at));
+    found.layout = Layout(kGeometry, place);
+  }
+  return found;
+}
+
 }  // namespace moeos::sm90

@@ -21,6 +21,8 @@ namespace moeos::sm90 {
 inline constexpr u32 kHalfSums = kValueColumns / 2;  // accumulators of 128 columns
 inline constexpr u32 kFirstSums = kHalves * kHalfSums;
 inline constexpr u32 kSecondSums = kTileColumns / 2;
+/// Whether no part of the first product has columns beyond I.
+inline constexpr bool kWholeValues = kShape.intermediate % kValueColumns == 0;
 
 /// d += the warpgroup's rows times weights whose rows are the depth, over so many steps.
 template <u32 kRegisters>
@@ -166,8 +168,9 @@ inline SavedColumns load_saved(const u8* row, u32 column) {
   SavedColumns found;
 #pragma unroll
   for (u32 half = 0; half < kHalves; ++half) {
-    found.halves[half] = load_vector(row != nullptr && column < kShape.intermediate,
-                                     row + u64{half * kShape.intermediate + column} * 2);
+    found.halves[half] =
+        load_vector(row != nullptr && (kWholeValues || column < kShape.intermediate),
+                    row + u64{half * kShape.intermediate + column} * 2);
   }
   return found;
 }
@@ -229,7 +232,7 @@ inline void keep_derived(float (&d)[kFirstSums], const u32 (&d_values)[kHalfSums
         ups[k] =
             Element::pack(weight * d_value.x * made.by_up.x, weight * d_value.y * made.by_up.y);
       }
-      const bool wanted = row.there && column < kKeptColumns;
+      const bool wanted = row.there && (kWholeValues || column < kKeptColumns);
       u8* const to = row.kept + u64{column} * 2;
       store_vector(wanted, to, make_uint4(values[0], values[1], values[2], values[3]));
       store_vector(wanted, to + kDHiddenAt, make_uint4(gates[0], gates[1], gates[2], gates[3]));

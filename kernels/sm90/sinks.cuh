@@ -21,7 +21,8 @@ inline void find_results(const RankArguments& arguments, const Rank<Machine>& ra
                          const Task& task, Slot& slot) {
   const u32 lane = Machine::lane();
   if (task.kind == kSecondProduct.kind && lane < task.segment_count) {
-    slot.results[lane] = outgoing_results(rank, task, task.segments[lane]);
+    slot.results[lane] =
+        outgoing_results(rank_of_results(arguments, rank), task, task.segments[lane]);
   } else if (task.kind == kFirstProduct.kind && lane == 0) {
     slot.results[0] = arguments.intermediate_rows + u64{task.first_result} * kGeometry.hidden_bytes;
     if (product_of(task).line.sink == Sink::tokens_between) {
