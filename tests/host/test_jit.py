@@ -237,6 +237,26 @@ def test_kernels_of_training_keep_their_registers_and_take_what_the_host_packs(
     assert made.report.argument_bytes == record_bytes
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "saves"),
+    [
+        pytest.param(2048, 768, False, id="H 2048, I 768"),
+        pytest.param(4096, 1024, True, id="H 4096, I 1024, saved rows"),
+    ],
+)
+def test_a_kernel_of_gradients_of_a_large_layer_keeps_its_registers(
+    hidden: int, intermediate: int, saves: bool, ranks: int, tmp_path: Path
+) -> None:
+    """Of eight ranks, and with saved rows, some lay in memory where small layers had none there."""
+    pytest.importorskip("cuda.bindings.nvrtc", reason="install the test extra for NVRTC")
+    large = shape(hidden=hidden, intermediate=intermediate, experts=128, top_k=8, max_tokens=8192)
+    of_gradients = dataclasses.replace(large, world_size=ranks, gradients=True, saves=saves)
+    made = compile_kernel(of_gradients, tmp_path)
+    assert made.report.keeps_registers
+
+
 def test_nvshmem_that_is_not_installed_is_named_with_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
