@@ -165,16 +165,22 @@ inline Rank<Machine> rank_of_look(const RankArguments& arguments) {
   return rank_of(arguments, nullptr, memory);
 }
 
-/// The rank, for one look at where results go. In a call of gradients the words of its shape lie
-/// where the compiler cannot foresee, for the same reason.
+/// The rank, for one look at where results go. In a call of gradients, and where several ranks
+/// share a launch, the words of its shape lie at an address that the compiler cannot foresee,
+/// likewise.
 inline Rank<Machine> rank_of_results(const RankArguments& arguments, const Rank<Machine>& rank) {
   Rank<Machine> found = rank;
-  if constexpr (kGradients) {
+  if constexpr (kGradients || kVirtualRanks > 1) {
     HeapPlace place = arguments.place;
     asm volatile("" : "+l"(place.words_at));
     found.layout = Layout(kGeometry, place);
   }
   return found;
+}
+
+/// A block's arguments, for the loads of one part: likewise, of several ranks' arguments.
+inline const RankArguments& arguments_of_look(const RankArguments& arguments) {
+  return kVirtualRanks == 1 ? arguments : (&arguments)[Machine::opaque(0)];
 }
 
 }  // namespace moeos::sm90

@@ -186,11 +186,12 @@ inline void run_load(const RankArguments& arguments, const Rank<Machine>& rank, 
     // reads them through the async proxy.
     fence_proxy_async();
     loader.begin_part(place);
+    const RankArguments& its = arguments_of_look(arguments);
     if (is_product(task.kind)) {
       knows_tiles = true;
-      load_tile(arguments, rank.layout, task, word.part(), loader);
-    } else if (task.kind == TaskKind::route && gate_routes(arguments)) {
-      load_route(arguments, RouteShare(call, word), loader);
+      load_tile(its, rank.layout, task, word.part(), loader);
+    } else if (task.kind == TaskKind::route && gate_routes(its)) {
+      load_route(its, RouteShare(call, word), loader);
     } else {
       if (Machine::lane() == 0) {
         loader.let_claim();
