@@ -94,7 +94,10 @@ def reduce_expert_grads_(
         ours = ids_of_experts(given, world, experts)
         if member is not None:
             _require_apart(member.group, world)
-        return [one for one in given if id(one) in ours and one.requires_grad]
+        found = [one for one in given if id(one) in ours and one.requires_grad]
+        for parameter in found:
+            _require_written(gradient_of(parameter))
+        return found
 
     ranks = world.size if average else 1
     if member is None or member.size == 1:
@@ -104,6 +107,21 @@ def reduce_expert_grads_(
     ranks *= among.size if average else 1
     # In the gate, so that threads do all of it one after the other.
     world.gate.run(lambda: _together(among, world, find, ranks))
+
+
+def _require_written(gradient: Tensor | None) -> None:
+    """Raises `ValueError` for a gradient that sums cannot be written into, before any rank does."""
+    if gradient is None:
+        return
+    shared = any(
+        n > 1 and step == 0 for n, step in zip(gradient.shape, gradient.stride(), strict=True)
+    )
+    if shared or gradient.is_inference():
+        what = "has elements that share memory" if shared else "is an inference tensor"
+        raise ValueError(
+            f"a gradient of shape {list(gradient.shape)} {what}, so sums cannot be written into "
+            "it: set parameter.grad to a clone of it, outside of inference mode"
+        )
 
 
 def _scale(trained: list[Tensor], ranks: int) -> None:

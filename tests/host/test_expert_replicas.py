@@ -121,6 +121,31 @@ def test_an_error_of_one_rank_is_told_to_its_replicas() -> None:
     assert second.startswith("ValueError: w1 is of a layer of")
 
 
+@pytest.mark.parametrize("kind", ["an inference tensor", "elements that share memory"])
+def test_a_gradient_that_cannot_be_written_is_refused_before_any_rank_has_sums(kind: str) -> None:
+    def rank_main(world: World) -> tuple[str, bool]:
+        with alone() as here:
+            layer = MoELayer(CFG, here)
+            before = given(layer).clone()
+            if world.rank == 1 and kind == "an inference tensor":
+                with torch.inference_mode():
+                    layer.w2.grad = torch.ones_like(layer.w2)
+            elif world.rank == 1:
+                layer.w2.grad = torch.ones(()).to(layer.w2).expand_as(layer.w2)
+            else:
+                layer.w2.grad = torch.ones_like(layer.w2)
+            said = raised(
+                lambda: reduce_expert_grads_(layer.parameters(), dist.group.WORLD, world=here)
+            )
+            return said, torch.equal(layer.w1.grad, before)
+
+    found = ranks_of_torch(rank_main, 2)
+    for said, same in found:
+        assert kind in said
+        assert "set parameter.grad to a clone of it" in said
+        assert same
+
+
 def test_a_replica_that_does_not_come_is_named_at_the_deadline_and_learns_of_it() -> None:
     def rank_main(world: World) -> str:
         with alone(deadline=1.0) as here:
