@@ -13,6 +13,7 @@ from rich.table import Table
 from moeos.cli.check import CheckResult
 from moeos.cli.totals import Totals
 from moeos.commands import output
+from moeos.slicing import Slicing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +24,7 @@ class RankReport:
     check: CheckResult | None
 
 
-def rank_table(reports: Sequence[RankReport]) -> Table:
+def rank_table(reports: Sequence[RankReport], slicing: Slicing) -> Table:
     """A column for each rank, with sums over all calls."""
     everyone = [report.totals for report in reports]
     ranks = range(len(everyone))
@@ -49,7 +50,7 @@ def rank_table(reports: Sequence[RankReport]) -> Table:
     add("padding rows", [totals.padding_rows for totals in everyone])
     add("dropped pairs", [totals.drops for totals in everyone])
     made.add_section()
-    pairs = sum(sum(totals.expert_pairs) for totals in everyone)
+    pairs = _pairs(reports, slicing)
     hottest = [totals.hottest for totals in everyone]
     made.add_row("hottest expert", *(str(expert) if most else "-" for expert, most in hottest))
     made.add_row("its share of all pairs", *(_percent(count, pairs) for _, count in hottest))
@@ -59,22 +60,22 @@ def rank_table(reports: Sequence[RankReport]) -> Table:
     return made
 
 
-def balance_line(reports: Sequence[RankReport]) -> str:
+def balance_line(reports: Sequence[RankReport], slicing: Slicing) -> str:
     """How far the hottest expert is from an even share."""
-    everyone = [report.totals for report in reports]
-    pairs = sum(sum(totals.expert_pairs) for totals in everyone)
-    experts = sum(len(totals.expert_pairs) for totals in everyone)
-    expert, most = max((totals.hottest for totals in everyone), key=lambda hottest: hottest[1])
+    holders = [report.totals for report in _first_slices(reports, slicing)]
+    pairs = _pairs(reports, slicing)
+    experts = sum(len(totals.expert_pairs) for totals in holders)
+    expert, most = max((totals.hottest for totals in holders), key=lambda hottest: hottest[1])
     return (
         f"hottest of {experts} experts: {expert}, with {_percent(most, pairs)} of {pairs} pairs "
         f"(an even share is {100 / experts:.1f} %)"
     )
 
 
-def time_line(reports: Sequence[RankReport]) -> str:
+def time_line(reports: Sequence[RankReport], slicing: Slicing) -> str:
     """How long calls took, by the slowest rank of each call."""
     seconds = [max(times) for times in zip(*(r.totals.seconds for r in reports), strict=True)]
-    tokens = sum(sum(report.totals.tokens) for report in reports)
+    tokens = sum(sum(report.totals.tokens) for report in _own_tokens(reports, slicing))
     median = output.duration(statistics.median(seconds))
     return (
         f"time of a call: {median} (median of {len(seconds)}, slowest rank), "
@@ -87,9 +88,9 @@ def largest_error(reports: Sequence[RankReport]) -> float:
     return max(error for report in reports if report.check for error in report.check.errors)
 
 
-def check_line(reports: Sequence[RankReport]) -> str:
+def check_line(reports: Sequence[RankReport], slicing: Slicing) -> str:
     """How many tokens were compared with the reference."""
-    checks = [report.check for report in reports if report.check]
+    checks = [report.check for report in _own_tokens(reports, slicing) if report.check]
     checked, tokens = sum(c.checked for c in checks), sum(c.tokens for c in checks)
     near_ties = sum(check.near_ties for check in checks)
     sample = "" if checked + near_ties == tokens else " (evenly spaced: all would take long)"
@@ -118,6 +119,21 @@ def as_json(reports: Sequence[RankReport]) -> list[dict[str, Any]]:
         entry["check"] = None if report.check is None else dataclasses.asdict(report.check)
         ranks.append(entry)
     return ranks
+
+
+def _first_slices(reports: Sequence[RankReport], slicing: Slicing) -> list[RankReport]:
+    """Of ranks that together hold each expert once: each slice computes all of an expert's pairs."""
+    return [report for rank, report in enumerate(reports) if slicing.slice_of(rank) == 0]
+
+
+def _own_tokens(reports: Sequence[RankReport], slicing: Slicing) -> Sequence[RankReport]:
+    """Of ranks that together have each token once."""
+    return reports if slicing.apart else _first_slices(reports, slicing)
+
+
+def _pairs(reports: Sequence[RankReport], slicing: Slicing) -> int:
+    """Of tokens and experts, in all calls."""
+    return sum(sum(report.totals.expert_pairs) for report in _first_slices(reports, slicing))
 
 
 def _percent(part: int, whole: int) -> str:

@@ -471,9 +471,9 @@ def _conclude(
         }
         output.write_json(options.json_file, document)
     print("\nsums over all calls:", flush=True)
-    output.tables(world.size).print(report.rank_table(reports))
-    print(report.balance_line(reports))
-    print(report.time_line(reports))
+    output.tables(world.size).print(report.rank_table(reports, plan.slicing))
+    print(report.balance_line(reports, plan.slicing))
+    print(report.time_line(reports, plan.slicing))
     if error is not None:
-        print(report.check_line(reports))
+        print(report.check_line(reports, plan.slicing))
         print(report.error_line(error, tolerance), flush=True)

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moeos import MoELayer, PeerTimeout, host_memory
+from moeos.commands import output
 from tests.host.cli import commands
 from tests.processes import MOEOS, ROOT, forked
 
@@ -194,6 +195,38 @@ def test_sliced_experts_say_so_and_write_each_token_once(config: Path, tmp_path:
     for other in written[1:]:
         assert torch.equal(other["x"], written[0]["x"])
         assert torch.allclose(other["y"], written[0]["y"], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens"),
+    [
+        (("--parallel", "tensor"), 120),
+        (("--parallel", "tensor", "--tensor-ranks", 2), 240),
+        (("--parallel", "sharded_tokens", "--tensor-ranks", 2), 480),
+        ((), 480),
+    ],
+    ids=str,
+)
+def test_each_expert_and_each_token_is_told_of_once_in_however_many_slices(
+    options: tuple[object, ...], tokens: int, config: Path, tmp_path: Path
+) -> None:
+    config.write_text(config.read_text().replace("48", "64"))
+    path = tmp_path / "run.json"
+    routed = ("--routing", "one-expert", "--json", path)  # which no token is near a tie with
+    code, said, err = invoke(config, "--virtual-ranks", 4, *options, *routed)
+    assert code == 0, err
+    of = f"of {tokens} pairs (an even share is 12.5 %)"
+    assert f"hottest of 8 experts: 0, with 100.0 % {of}" in said
+    assert f"checked {tokens} of {tokens} tokens" in said
+    share = re.search(r"its share of all pairs.*", said)
+    assert share is not None
+    assert "100.0 %" in share[0]
+    ranks = json.loads(path.read_text())["by_rank"]
+    slowest = sum(max(times) for times in zip(*(rank["seconds"] for rank in ranks), strict=True))
+    assert f"{output.count(tokens / slowest)} tokens/s" in said
+    # Each slice of the hottest expert has all of its pairs.
+    pairs = [rank["hottest_expert"]["pairs"] for rank in ranks if 0 in rank["experts"]]
+    assert set(pairs) == {tokens}
 
 
 def test_a_layout_of_slices_is_what_the_options_say(config: Path) -> None:
