@@ -24,7 +24,6 @@ Layout = Literal["auto", "expert_major", "expert_major_persistent", "token_major
 Reduce = Literal["auto", "fused", "after"]
 """Who adds up partial sums: the kernel, or torch.distributed behind it."""
 
-LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 REDUCES: tuple[Reduce, ...] = get_args(Reduce)
 
 _COPIES: tuple[Layout, ...] = ("expert_major", "expert_major_persistent")
@@ -34,9 +33,11 @@ second product; here both products are one kernel's, which is persistent."""
 _NOT_BUILT: dict[str, str] = {
     "token_major": "keeps rows between the products in the order of tokens, of which the second "
     "product would load each alone; this kernel's lie in tiles, which are of one expert: pass "
-    f"layout='gathered' for up to {_runtime.IN_PLACE_TOKENS} tokens, whose first product reads "
-    "tokens as that layout's does, or layout='auto'",
+    "layout='gathered', whose first product reads tokens as that layout's does, or layout='auto'",
 }
+
+LAYOUTS: tuple[Layout, ...] = tuple(name for name in get_args(Layout) if name not in _NOT_BUILT)
+"""Those that a layer can have."""
 
 ALL_REDUCE_BYTES = {2: 355e9, 4: 368e9, 8: 470e9}
 """What NCCL's all-reduce sends from each rank, bytes/s, by the ranks. With 4 and 8 from the paper's
@@ -45,8 +46,14 @@ LAUNCH = 20e-6
 """One more kernel on all ranks, NCCL's, from its launch until its first byte has come."""
 DISPATCH = 5e-6
 """Sorting, counting and copying before the first product, of few tokens (docs/log/0079)."""
+COPIED_BYTES = 3.4e12
+"""Bytes/s of rows that are copied, read and written (docs/log/0108)."""
+GATHERED_STEP = 0.24e-6
+"""What a step of a first product takes more where its rows are copied from x by index, cp.async's
+(the same): for each full tile of rows, and each part of so many columns."""
+GATHERED_ROWS, GATHERED_COLUMNS = 128, 256
 BOX = 35e-9
-"""A row that is loaded by a box of its own (docs/log/0056)."""
+"""A row of few tokens that is loaded by a box of its own (docs/log/0056)."""
 STEP = 0.7e-6
 """A step of a first product, beside which its rows are loaded (the same)."""
 STEP_BYTES = 128
@@ -114,14 +121,14 @@ AUTO = Policy()
 
 def require_policy(layout: object, reduce: object) -> Policy:
     """What a layer's arguments say. Raises `ValueError` for others than there are."""
+    if layout in _NOT_BUILT:
+        raise ValueError(f"layout is {layout!r}, which {_NOT_BUILT[str(layout)]}")
     if layout not in LAYOUTS:
         allowed = " or ".join(map(repr, LAYOUTS))
         raise ValueError(f"layout is {layout!r}; it must be {allowed}")
     if reduce not in REDUCES:
         allowed = " or ".join(map(repr, REDUCES))
         raise ValueError(f"reduce is {reduce!r}; it must be {allowed}")
-    if layout in _NOT_BUILT:
-        raise ValueError(f"layout is {layout!r}, which {_NOT_BUILT[str(layout)]}")
     return Policy(layout, reduce)
 
 
@@ -140,24 +147,40 @@ def products(cfg: MoEConfig, tokens: int) -> float:
     return max(2.0 * pairs * weights / expert_rate(cfg), read / H200_MEMORY_BYTES)
 
 
-def copies(cfg: MoEConfig, tokens: int) -> float:
-    """Rows that are copied before first products read them: each is written and read once more."""
-    moved = 2 * tokens * cfg.slots * cfg.hidden * cfg.dtype.itemsize
-    return DISPATCH + moved / H200_MEMORY_BYTES
+def copies(cfg: MoEConfig, tokens: int, ranks: int = 1) -> float:
+    """Own rows that are copied before first products read them: each is written and read once more.
+    `ranks`: that share out the experts evenly, so that one of so many rows is a rank's own.
+    """
+    moved = 2 * tokens * cfg.slots / ranks * cfg.hidden * cfg.dtype.itemsize
+    return DISPATCH + moved / COPIED_BYTES
+
+
+def gathered_rows(cfg: MoEConfig, tokens: int, ranks: int = 1) -> float:
+    """Own rows that first products read by index, in calls of more tokens than are read in place.
+    They are listed as those are that are copied. `ranks`: as of `copies`.
+    """
+    tiles = tokens * cfg.slots / ranks / GATHERED_ROWS
+    steps = tiles * -(-cfg.w1_rows // GATHERED_COLUMNS) * _steps(cfg)
+    return DISPATCH + steps * GATHERED_STEP / (H200_BLOCKS - 1)
 
 
 def boxes(cfg: MoEConfig, tokens: int) -> float:
-    """Rows that are read where they are: what their boxes take beyond a step, of each part that a
-    processor has. A tile of few tokens may have all of them.
+    """Rows of few tokens that are read in place: what their boxes take beyond a step, of each part
+    that a processor has. A tile of few tokens may have all of them.
     """
-    steps = -(-cfg.hidden * cfg.dtype.itemsize // STEP_BYTES)
     beyond = max(0.0, tokens * BOX - STEP)
     parts = min(cfg.experts, tokens * cfg.slots) * -(-cfg.w1_rows // 128)
-    return steps * beyond * -(-parts // (H200_BLOCKS - 1))
+    return _steps(cfg) * beyond * -(-parts // (H200_BLOCKS - 1))
+
+
+def _steps(cfg: MoEConfig) -> int:
+    return -(-cfg.hidden * cfg.dtype.itemsize // STEP_BYTES)
 
 
 def gathers(cfg: MoEConfig, tokens: int) -> bool:
-    """Whether rows are better read where they are."""
+    """Whether rows of so few tokens are better read in place. Those of more tokens "auto" copies:
+    with slices on two ranks gathering them gained nothing (docs/log/0108).
+    """
     return boxes(cfg, tokens) <= copies(cfg, tokens)
 
 

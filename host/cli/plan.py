@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from moeos import kernel_shape, policies
+from moeos import _runtime, kernel_shape, policies
 from moeos.cli import estimate, memory
 from moeos.cli.estimate import Sizes, Work
 from moeos.cli.memory import RankMemory
@@ -22,6 +22,7 @@ from moeos.cli.slices import SliceOptions
 from moeos.commands import failures, machine, output
 from moeos.commands.options import LayoutOption, ParallelOption, ReduceOption, TensorRanks
 from moeos.config import MoEConfig, RowMap
+from moeos.policies import Layout
 from moeos.rates import H200_BLOCKS, H200_GEMM_FLOPS, H200_LINK_BYTES, H200_MEMORY_BYTES
 from moeos.slicing import Slicing
 from moeos.world import Backend
@@ -193,7 +194,7 @@ def execute(options: PlanOptions) -> int:
     _print_sizes(cfg, options.config, ranks, weights, sizes, slicing)
     _print_memory(needed, backend, why, options, places)
     _print_work(work, options.node, saved, slicing)
-    _print_policy(policy)
+    _print_policy(policy, slicing.policy.layout)
     _print_floors(work, options)
     if cfg.dtype == torch.float32:
         print("the layer is float32: its GEMMs are slower than the BF16 rate above")
@@ -324,36 +325,53 @@ def _print_work(work: Work, node: int, saved: Mapping[str, int], slicing: Slicin
 def _policy_of(
     cfg: MoEConfig, ranks: int, tokens: int, slicing: Slicing, backend: Backend, processors: int
 ) -> dict[str, Any]:
-    """How a call of slices is computed, and the costs by which that is chosen unless it is forced;
-    nothing where experts are whole. Raises `ValueError` for a layout that the layer cannot have.
+    """How a call is computed, and the costs by which that is chosen unless it is forced: of slices
+    all, of whole experts where own rows are read, and nothing where slices have other tokens each.
+    Raises `ValueError` for a layout that the layer cannot have.
     """
-    if not slicing.sums:
+    if slicing.apart:
         return {}
-    cut = slicing.cut(cfg)
-    sizes = memory.sizes_of(cfg, ranks, backend, processors, slicing=slicing)
+    cut, holders = slicing.cut(cfg), slicing.holders(ranks)
+
+    def sizes_of(layout: Layout) -> _runtime.Sizes:
+        policy = dataclasses.replace(slicing.policy, layout=layout)
+        forced = dataclasses.replace(slicing, policy=policy)
+        return memory.sizes_of(cfg, ranks, backend, processors, slicing=forced)
+
+    sizes, gathered = sizes_of(slicing.policy.layout), sizes_of("gathered")
     slicing.policy.require_fits(sizes)
-    in_place = sizes.reads_in_place(tokens)
-    left = slicing.leaves_partials(cut, tokens, counted=False)
-    return {
-        "layout": "gathered" if in_place or sizes.gathers_own_rows else "expert_major_persistent",
-        "reduce": "after" if left else "fused",
-        "seconds_by_layout": {
-            "gathered": policies.boxes(cut, tokens),
-            "expert_major_persistent": policies.copies(cut, tokens),
-        },
-        "seconds_by_reduce": {
+    costs = {"expert_major_persistent": policies.copies(cut, tokens, holders)}
+    if gathered.reads_in_place(tokens):
+        costs["gathered"] = policies.boxes(cut, tokens)
+    elif gathered.gathers_own_rows:
+        costs["gathered"] = policies.gathered_rows(cut, tokens, holders)
+    gathers = sizes.reads_in_place(tokens) or sizes.gathers_own_rows
+    found: dict[str, Any] = {
+        "layout": "gathered" if gathers else "expert_major_persistent",
+        "seconds_by_layout": costs,
+    }
+    if slicing.sums:
+        left = slicing.leaves_partials(cut, tokens, counted=False)
+        found["reduce"] = "after" if left else "fused"
+        found["seconds_by_reduce"] = {
             "fused": policies.fused(cut, tokens, slicing.slices),
             "after": policies.after(cut, tokens, slicing.slices),
-        },
-    }
+        }
+    return found
 
 
-def _print_policy(found: Mapping[str, Any]) -> None:
+def _print_policy(found: Mapping[str, Any], chosen: Layout) -> None:
     for name, what in (("layout", "before products"), ("reduce", "with products")):
         if name in found:
             costs = found[f"seconds_by_{name}"].items()
             each = ", ".join(f"{policy} {output.duration(cost)}" for policy, cost in costs)
             print(f"{name} {found[name]}; the costs' model, {what}: {each}")
+    costs = found.get("seconds_by_layout", {})
+    if chosen == "auto" and costs and costs[found["layout"]] > min(costs.values()):
+        print(
+            "rows of more than a few tokens are gathered by --layout gathered alone: with slices "
+            "on two ranks that gained nothing"
+        )
 
 
 def _products(work: Work) -> tuple[str, str]:

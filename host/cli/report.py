@@ -122,7 +122,7 @@ def as_json(reports: Sequence[RankReport]) -> list[dict[str, Any]]:
 
 
 def _first_slices(reports: Sequence[RankReport], slicing: Slicing) -> list[RankReport]:
-    """Of ranks that together hold each expert once: each slice computes all of an expert's pairs."""
+    """Of ranks that together hold each expert once: each slice computes all its pairs."""
     return [report for rank, report in enumerate(reports) if slicing.slice_of(rank) == 0]
 
 

@@ -30,7 +30,9 @@ LayoutOption = Annotated[
     str,
     typer.Option(
         "--layout",
-        help="With --parallel tensor, where first products read rows: " + ", ".join(LAYOUTS) + ".",
+        help="With --parallel expert or tensor, where first products read a rank's own rows: "
+        + ", ".join(LAYOUTS)
+        + ".",
     ),
 ]
 ReduceOption = Annotated[
