@@ -344,17 +344,27 @@ def _sees_hopper() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
+_TWIN = 'use backend="twin" (on the command line --backend twin)'
+
+
+def require_gpu() -> None:
+    """Raises `RuntimeError` if PyTorch sees no GPU on this host."""
+    if torch.cuda.device_count() == 0:
+        raise RuntimeError(f'backend is "cuda", and PyTorch sees no GPU on this host: {_TWIN}')
+
+
 def _choose_device(environment: Mapping[str, str]) -> None:
     """Makes the GPU of this process's place on its host the current one.
 
     Raises `RuntimeError` if the host has fewer GPUs than ranks.
     """
+    require_gpu()
     place = place_on_host(environment)
     count = torch.cuda.device_count()
     if place >= count:
         raise RuntimeError(
             f"local rank {place} needs a GPU of its own and this host has {count}; "
-            'start fewer ranks, or use backend="twin"'
+            f"start fewer ranks, or {_TWIN}"
         )
     torch.cuda.set_device(place)
 

@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from moeos.bootstrap import choose_backend
+from moeos.bootstrap import choose_backend, require_gpu
 from moeos.control import ThreadControl, name_ranks
 from moeos.errors import PeerTimeout, said
 from moeos.faults import FaultPlan, plan_of
@@ -81,6 +81,8 @@ def run(
     if not 1 <= ranks <= MAX_RANKS:
         raise ValueError(f"ranks is {ranks}; allowed: 1 to {MAX_RANKS}")
     chosen = choose_backend(backend)
+    if chosen == "cuda":
+        require_gpu()
     check_deadline(deadline)
     check_ranks_per_node(ranks_per_node)
     check_trace_events(trace_events)

@@ -8,5 +8,6 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 source "$root/launch/environment.sh"
 
 [[ $# -gt 0 ]] || { echo "which CONFIG? usage: [RANKS=4] launch/torchrun.sh CONFIG [ARGUMENTS OF moeos run]" >&2; exit 2; }
+[[ -x "$root/.venv/bin/torchrun" && -x "$root/.venv/bin/moeos" ]] || { echo "$root/.venv has no torchrun and moeos: run launch/demo first" >&2; exit 2; }
 exec "$root/.venv/bin/torchrun" --standalone --nproc-per-node "${RANKS:-4}" \
   --no-python "$root/.venv/bin/moeos" run "$@"

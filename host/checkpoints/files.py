@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -147,9 +149,17 @@ def open_tensors(path: Path) -> Tensors:
     A folder's index decides which of its files count; without one they all do.
 
     Raises:
-        OSError: there is no such file or folder.
+        FileNotFoundError: there is no such file or folder; says what may be named.
+        OSError: it cannot be read.
         ValueError: it is none of these; a folder has several indices, no file, or a name twice.
     """
+    if not path.exists():
+        raise FileNotFoundError(
+            errno.ENOENT,
+            f"{os.strerror(errno.ENOENT)}: name a folder with safetensors files, an index of such "
+            "or a file; nothing is downloaded",
+            str(path),
+        )
     if path.is_dir():
         return _of_folder(path)
     if path.name.endswith(INDEX_SUFFIX):

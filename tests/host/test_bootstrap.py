@@ -188,7 +188,15 @@ def test_auto_is_the_twin_where_there_is_no_gpu() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_cuda_is_refused_with_what_to_use_instead() -> None:
-    with pytest.raises(RuntimeError, match=r"needs a GPU of its own and this host has 0"):
+    for make in (moeos.init, lambda backend: moeos.virtual.run(print, 2, backend)):
+        with pytest.raises(RuntimeError, match=r"sees no GPU on this host: use .*--backend twin"):
+            make("cuda")
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(RuntimeError, match=r"has 2; start fewer ranks, or use .*--backend twin"):
         moeos.init("cuda")
 
 

@@ -72,6 +72,21 @@ def test_a_launcher_without_a_config_says_how_it_is_used(name: str) -> None:
     assert f"usage: [RANKS=4] launch/{name} CONFIG" in ended.stderr
 
 
+@pytest.mark.parametrize("name", ["mpirun", "torchrun"])
+def test_a_launcher_without_an_installation_names_what_makes_one(name: str, tmp_path: Path) -> None:
+    (tmp_path / "launch").mkdir()
+    for script in (f"{name}.sh", "environment.sh"):
+        (tmp_path / "launch" / script).write_text((ROOT / "launch" / script).read_text())
+    ended = subprocess.run(
+        ["bash", tmp_path / "launch" / f"{name}.sh", "configs/demo.toml"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert ended.stderr == f"{tmp_path}/.venv has no {name} and moeos: run launch/demo first\n"
+
+
 def test_the_benchmarks_usage_is_help_and_an_unknown_one_names_it() -> None:
     script = ROOT / "launch" / "bench"
     helped, unknown = (

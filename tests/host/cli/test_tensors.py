@@ -117,3 +117,8 @@ def test_a_folder_without_one_answer_is_refused(rows: Path) -> None:
     (rows.parent / "empty").mkdir()
     with pytest.raises(ValueError, match=r"has no \*\.safetensors file"):
         open_tensors(rows.parent / "empty")
+
+
+def test_a_name_of_a_hub_is_told_that_nothing_is_downloaded() -> None:
+    with pytest.raises(FileNotFoundError, match=r"nothing is downloaded.*'Qwen/Qwen3-30B-A3B'"):
+        open_tensors(Path("Qwen/Qwen3-30B-A3B"))
