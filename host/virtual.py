@@ -74,6 +74,7 @@ def run(
     Raises:
         ValueError, TypeError: an argument or a fault plan is not allowed.
         OSError: the fault plan cannot be read.
+        RuntimeError: the backend is "cuda", and PyTorch sees no GPU.
         Exception: what `fn` raised.
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int):
