@@ -85,11 +85,8 @@ WORK: dict[str, tuple[str, Callable[[World, MoELayer], object]]] = {
 }
 
 
-@pytest.mark.parametrize("work", WORK)
-def test_an_exception_of_a_handler_between_exchanges_ends_the_peers_waits(
-    work: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    what, do = WORK[work]
+def armed_signal(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """What, once it is given an element, lets rank 0's next exchange begin with a signal."""
     really = _PolledControl.allgather
     armed: list[bool] = []
 
@@ -100,6 +97,15 @@ def test_an_exception_of_a_handler_between_exchanges_ends_the_peers_waits(
         return really(self, *arguments, **named)
 
     monkeypatch.setattr(_PolledControl, "allgather", allgather)
+    return armed
+
+
+@pytest.mark.parametrize("work", WORK)
+def test_an_exception_of_a_handler_between_exchanges_ends_the_peers_waits(
+    work: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    what, do = WORK[work]
+    armed = armed_signal(monkeypatch)
 
     def rank_main(world: World) -> str:
         layer = MoELayer(CFG, world, placement=ORDERED)
@@ -125,16 +131,7 @@ def test_behind_an_exception_amid_a_comparison_reset_lets_all_go_on(
     work: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     what, do = COMPARISONS[work]
-    really = _PolledControl.allgather
-    armed: list[bool] = []
-
-    def allgather(self: Any, *arguments: Any, **named: Any) -> Any:
-        if armed and self.rank == 0:
-            armed.clear()
-            signal.raise_signal(signal.SIGUSR1)
-        return really(self, *arguments, **named)
-
-    monkeypatch.setattr(_PolledControl, "allgather", allgather)
+    armed = armed_signal(monkeypatch)
 
     def rank_main(world: World) -> list[str]:
         layer = MoELayer(CFG, world, placement=ORDERED)
