@@ -24,6 +24,11 @@ LAYERS: dict[str, tuple[dict[str, Any], int, int]] = {
     "two ranks": ({"hidden": 264, "experts": 4}, 2, 1),
     "two slices": ({"hidden": 256, "experts": 4}, 1, 2),
     "rings": ({"hidden": 256, "experts": 4, "row_map": "ragged"}, 2, 1),
+    "shared experts": (
+        {"hidden": 256, "experts": 4, "shared_experts": 1, "shared_intermediate": 128},
+        2,
+        1,
+    ),
     "capacity": (
         {"hidden": 256, "experts": 4, "row_map": "capacity", "capacity_factor": 1.0},
         2,

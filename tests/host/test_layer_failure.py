@@ -37,6 +37,8 @@ from tests.processes import (
 )
 
 DEADLINE = 0.5
+LONG_DEADLINE = 3.0
+"""Of many calls that must be right: a busy machine runs some thread of a rank late."""
 CFG = config(max_tokens=64)
 WEIGHTS = draw_weights(CFG)
 CALLS = [draw_call(CFG, 40 + rank, rank) for rank in range(4)]
@@ -106,18 +108,19 @@ def test_many_calls_after_a_timeout_and_a_reset_are_right(way: Way) -> None:
     given = [draw_given_call(CFG, 64 - rank, rank) for rank in range(4)]
     calls = [(given[rank], CALLS[rank]) * 15 for rank in range(4)]
 
+    gave_up = threading.Barrier(4)
+
     def rank_main(world: World) -> list[torch.Tensor]:
         layer = WEIGHTS.layer(world)
         CALLS[world.rank](layer)
         world.control.barrier()
-        if world.rank == 2:
-            time.sleep(1.2)
-        else:
+        if world.rank != 2:
             failed_call(lambda: CALLS[world.rank](layer))
+        gave_up.wait(60)
         layer.reset()
         return [call(layer) for call in calls[world.rank]]
 
-    outputs = virtual.run(rank_main, ranks=4, deadline=1.0, **way)
+    outputs = virtual.run(rank_main, ranks=4, deadline=LONG_DEADLINE, **way)
     assert_all_match(WEIGHTS, calls, outputs)
 
 
