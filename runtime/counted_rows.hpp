@@ -214,8 +214,8 @@ class FewRows {
   /// send them.
   const u64* sample(u32 number, u32 turn) const {
     const Geometry& geometry = rank_.geometry();
-    return count_at((number + turn) % geometry.world,
-                    number / geometry.world % geometry.local_experts());
+    return counts_of(call_.epoch, number / geometry.world % geometry.local_experts()) +
+           (number + turn) % geometry.world * geometry.local_experts();
   }
   /// Whether a count, as it lies in memory, is this call's.
   bool has_come(u64 sealed) const { return is_this_calls(open(sealed)); }
@@ -229,15 +229,19 @@ class FewRows {
   /// Looks at all counts, and at which call each source makes.
   Counts look() {
     const Geometry& geometry = rank_.geometry();
-    bool missing = makes_another_call();
+    // For this look alone: else the addresses below would take registers for all parts.
+    const u32 epoch = P::opaque(call_.epoch);
+    bool missing = makes_another_call(epoch);
     bool too_many = false;
     for (u32 i = 0; i < experts_each(); ++i) {
       const bool there = first_expert() + i < geometry.local_experts();
+      const u64* const counts =
+          counts_of(epoch, minimum(first_expert() + i, geometry.local_experts() - 1));
       for (u32 four = 0; four < fours(); ++four) {
         const u32 sources = minimum(4U, geometry.world - 4 * four);
         u64 words[4];  // asked for together; of more there are no registers
         for (u32 n = 0; n < sources; ++n) {
-          words[n] = count(4 * four + n, minimum(first_expert() + i, geometry.local_experts() - 1));
+          words[n] = count_at(counts, 4 * four + n);
         }
         u32 rows = 0;
         for (u32 n = 0; n < sources; ++n) {
@@ -266,7 +270,8 @@ class FewRows {
     bool found = false;
 #pragma unroll 1
     for (u32 i = 0; i < geometry.world * geometry.local_experts() && !found; ++i) {
-      const u64 word = count(i / geometry.local_experts(), i % geometry.local_experts());
+      const u64 word = count_at(counts_of(call_.epoch, i % geometry.local_experts()),
+                                i / geometry.local_experts());
       found = !is_this_calls(word) || is_too_many(word);
       failure.peer = i / geometry.local_experts();
       failure.expert = i % geometry.local_experts();
@@ -355,14 +360,14 @@ class FewRows {
  private:
   /// Whether one of this lane's sources has not said that it makes our call, without which its
   /// counts are not known (CountsSubscriber).
-  bool makes_another_call() const {
+  bool makes_another_call(u32 epoch) const {
     bool another = false;
     for (u32 first = 0; rank_.geometry().world > 1 && first < rank_.geometry().world;
          first += P::kLanes) {
       const u32 source = minimum(first + P::lane(), rank_.geometry().world - 1);
       // As a count: it publishes nothing but itself.
       const u64 said = P::template load_relaxed<Scope::system>(
-          rank_.template here<u64>(rank_.layout.call_of(call_.epoch, rank_.everywhere(source))));
+          rank_.template here<u64>(rank_.layout.call_of(epoch, rank_.everywhere(source))));
       another = another || said != count_word(call_.epoch, call_.identity);
     }
     return another;
@@ -442,12 +447,14 @@ class FewRows {
   bool is_too_many(u64 count) const {
     return static_cast<u32>(count) > rank_.geometry().one_tile_rows();
   }
-  const u64* count_at(u32 source, u32 expert) const {
-    return rank_.template here<u64>(rank_.layout.count(call_.epoch, source, expert));
+  /// An expert's count of the first source; those of others follow, one source's experts apart.
+  const u64* counts_of(u32 epoch, u32 expert) const {
+    return rank_.template here<u64>(rank_.layout.count(epoch, 0, expert));
   }
-  u64 count(u32 source, u32 expert) const {
+  u64 count_at(const u64* counts, u32 source) const {
     // A count word carries its own epoch and publishes nothing but itself.
-    return open(P::template load_relaxed<Scope::system>(count_at(source, expert)));
+    return open(P::template load_relaxed<Scope::system>(
+        &counts[u64{source} * rank_.geometry().local_experts()]));
   }
 
   constexpr bool narrow() const { return rank_.geometry().narrow_rows != 0; }
