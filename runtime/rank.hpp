@@ -93,7 +93,8 @@ Failure failure_of(const Rank<P>& rank, const Call& call, FailureKind kind, Acto
   Failure failure{};
   failure.kind = kind;
   failure.actor = actor;
-  failure.rank = rank.everywhere(rank.rank);
+  // Known only now: else what follows from it would take registers before, of all who may fail.
+  failure.rank = P::opaque(rank.everywhere(rank.rank));
   failure.peer = kNone;
   failure.expert = kNone;
   failure.chunk = kNone;

@@ -165,12 +165,12 @@ inline Rank<Machine> rank_of_look(const RankArguments& arguments) {
   return rank_of(arguments, nullptr, memory);
 }
 
-/// The rank, for one look at where results go. In a call of gradients, and where several ranks
-/// share a launch, the words of its shape lie at an address that the compiler cannot foresee,
-/// likewise.
+/// The rank, for one look at where results go. In a call of gradients, where several ranks share a
+/// launch, and in a large world, the words of its shape lie at an address that the compiler cannot
+/// foresee, likewise.
 inline Rank<Machine> rank_of_results(const RankArguments& arguments, const Rank<Machine>& rank) {
   Rank<Machine> found = rank;
-  if constexpr (kGradients || kVirtualRanks > 1) {
+  if constexpr (kGradients || kVirtualRanks > 1 || kGeometry.world > 4) {
     HeapPlace place = arguments.place;
     asm volatile("" : "+l"(place.words_at));
     found.layout = Layout(kGeometry, place);

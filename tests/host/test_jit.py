@@ -35,9 +35,18 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 LARGEST = KernelShape(
-    cfg=MoEConfig.from_toml(ROOT / "configs" / "deepseek-v3.toml"), world_size=8, processors=131
+    cfg=dataclasses.replace(
+        MoEConfig.from_toml(ROOT / "configs" / "qwen3-next-80b-a3b.toml"),
+        shared_experts=1,
+        shared_intermediate=512,
+        shared_gate=True,
+    ),
+    world_size=8,
+    processors=131,
 )
-"""The kernel with the most code of those of configs/, whose registers are needed most."""
+"""Of the kernels of configs/ the one whose registers are needed most, and one of the largest: with
+the shared expert that its model has, one of eight ranks.
+"""
 
 
 @pytest.fixture(scope="module")
