@@ -105,7 +105,8 @@ class ColumnScales {
   static constexpr u32 kOfLane = kCodedDepth / kWeightsOfScale / 4;  // of a row in a box
   static_assert(kColumns * kBoxes * kGroups <= kConsumerThreads);
   static_assert(part_columns(kProduct, kTileColumns) % kWarpRows == 0);
-  static u32 thread() { return threadIdx.x - kFirstConsumerWarp * 32; }
+  /// For one use: else what follows from it takes registers for all parts.
+  static u32 thread() { return Machine::opaque(threadIdx.x - kFirstConsumerWarp * 32); }
 
   const float* tokens_;
   const u8* weights_[2];
