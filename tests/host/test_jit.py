@@ -253,6 +253,7 @@ def test_kernels_of_training_keep_their_registers_and_take_what_the_host_packs(
         pytest.param(2048, 768, False, 8, id="H 2048, I 768, one of eight"),
         pytest.param(4096, 1024, True, 1, id="H 4096, I 1024, saved rows, alone"),
         pytest.param(4096, 1024, True, 2, id="H 4096, I 1024, saved rows, one of two"),
+        pytest.param(4096, 1024, True, 8, id="H 4096, I 1024, saved rows, one of eight"),
     ],
 )
 def test_a_kernel_of_gradients_of_a_large_layer_keeps_its_registers(
