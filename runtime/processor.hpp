@@ -397,6 +397,7 @@ class Processor : Pace<P> {
     if (there) {
       word = plan.part(its + (MOEOS_PLANTED(another_part_is_found) ? 1 : 0), task);
     }
+    P::sync_lanes();  // all lanes have read a descriptor that is made again later
     const bool told = agreed<P>(before) == static_cast<u32>(FoundBy::subscriber) &&
                       !MOEOS_PLANTED(processors_plan_what_is_told);
     plan_is_ = found == Counts::missing ? PlanIs::begun

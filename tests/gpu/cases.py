@@ -245,6 +245,7 @@ def draw_weights_on_gpu(cfg: MoEConfig, seed: int = 0) -> Weights:
     def uniform(low: float, high: float) -> Tensor:
         return torch.empty(cfg.router_rows, device="cuda").uniform_(low, high, generator=generator)
 
+    shared, width = cfg.shared_experts, cfg.shared_intermediate
     return Weights(
         cfg=cfg,
         gate=draw(cfg.router_rows, cfg.hidden, dtype=cfg.gate_dtype),
@@ -255,6 +256,9 @@ def draw_weights_on_gpu(cfg: MoEConfig, seed: int = 0) -> Weights:
         selection_bias=uniform(-0.2, 0.2) if cfg.selection_bias else None,
         router_bias=uniform(-1.0, 1.0) if cfg.router_bias else None,
         expert_scale=uniform(0.5, 2.0) if cfg.expert_scale else None,
+        shared_w1=draw(shared, cfg.shared_w1_rows, cfg.hidden) if shared else None,
+        shared_w2=draw(shared, cfg.hidden, width) if shared else None,
+        shared_gate=draw(cfg.hidden) if cfg.shared_gate else None,
     )
 
 
