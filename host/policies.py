@@ -51,10 +51,10 @@ COPIED_BYTES = 3.4e12
 GATHERED_STEP = 0.24e-6
 """What a step of a first product takes more where its rows are copied from x by index, cp.async's
 (the same): for each full tile of rows, and each part of so many columns."""
-GATHERED_ROWS, GATHERED_COLUMNS = 128, 256
-WORTH = 5e-6
-"""Seconds that gathering own rows must save in a rank's largest call before "auto" leaves the
-copies: of less the costs know nothing (docs/log/0112)."""
+GATHERED_ROWS, GATHERED_COLUMNS, NARROW_ROWS = 128, 256, 64
+GATHERED_PART = 1.2e-6
+"""What a part of a first product takes more before the first of its rows is copied from x: which
+tokens these are is looked up (docs/log/0112)."""
 BOX = 35e-9
 """A row of few tokens that is loaded by a box of its own (docs/log/0056)."""
 STEP = 0.7e-6
@@ -102,9 +102,7 @@ class Policy:
         (docs/log/0108).
         """
         if self.layout == "auto":
-            tokens = cfg.max_tokens
-            saved = copies(cfg, tokens) - gathered_rows(cfg, tokens)
-            return alone and reads_rows_as_they_are(cfg) and saved > WORTH
+            return alone and reads_rows_as_they_are(cfg) and saves_by_gathering(cfg)
         return self.layout == "gathered"
 
     def sizes(self, cfg: MoEConfig, alone: bool) -> dict[str, int]:
@@ -155,11 +153,15 @@ def products(cfg: MoEConfig, tokens: int) -> float:
 
 def _weights_read(cfg: MoEConfig, tokens: int, rows: int) -> float:
     """So many rows of weights of each expert that has tokens, from memory."""
-    touched = cfg.experts * (1.0 - float((1.0 - 1.0 / cfg.experts) ** (tokens * cfg.slots)))
     bits = 8 * cfg.dtype.itemsize
     if cfg.weight_format is not None:
         bits = FORMATS[cfg.weight_format].code_bits
-    return touched * rows * cfg.hidden * bits / 8 / H200_MEMORY_BYTES
+    return _touched(cfg, tokens) * rows * cfg.hidden * bits / 8 / H200_MEMORY_BYTES
+
+
+def _touched(cfg: MoEConfig, tokens: int) -> float:
+    """Experts that have tokens, by even routing that is random."""
+    return cfg.experts * (1.0 - float((1.0 - 1.0 / cfg.experts) ** (tokens * cfg.slots)))
 
 
 def copies(cfg: MoEConfig, tokens: int, ranks: int = 1) -> float:
@@ -174,12 +176,18 @@ def gathered_rows(cfg: MoEConfig, tokens: int, ranks: int = 1) -> float:
     """Own rows that first products read by index, in calls of more tokens than are read in place.
     They are listed as those are that are copied. `ranks`: as of `copies`.
 
-    What a step takes more is hidden where first products wait for their weights from memory.
+    What a step takes more is hidden where first products wait for their weights from memory. What a
+    part takes more is not: nothing is asked of the memory meanwhile.
     """
-    tiles = tokens * cfg.slots / ranks / GATHERED_ROWS
-    steps = tiles * -(-cfg.w1_rows // GATHERED_COLUMNS) * _steps(cfg) / (H200_BLOCKS - 1)
+    rows, touched = tokens * cfg.slots / ranks, _touched(cfg, tokens) / ranks
+    wide = -(-cfg.w1_rows // GATHERED_COLUMNS)
+    of_few = rows * ranks <= NARROW_ROWS * cfg.experts  # of an expert, so that its tile is narrow
+    # The last tile of an expert is half full on average. A narrow one has twice the parts.
+    parts = touched * 2 * wide if of_few else (rows / GATHERED_ROWS + touched / 2) * wide
+    steps = max(1.0, rows / GATHERED_ROWS * wide / (H200_BLOCKS - 1)) * _steps(cfg)
     read = _weights_read(cfg, tokens, cfg.w1_rows) / ranks
-    return DISPATCH + max(steps * (STEP + GATHERED_STEP), read) - max(steps * STEP, read)
+    beyond = max(steps * (STEP + GATHERED_STEP), read) - max(steps * STEP, read)
+    return DISPATCH + parts * GATHERED_PART / (H200_BLOCKS - 1) + beyond
 
 
 def boxes(cfg: MoEConfig, tokens: int) -> float:
@@ -193,6 +201,16 @@ def boxes(cfg: MoEConfig, tokens: int) -> float:
 
 def _steps(cfg: MoEConfig) -> int:
     return -(-cfg.hidden * cfg.dtype.itemsize // STEP_BYTES)
+
+
+def saves_by_gathering(cfg: MoEConfig) -> bool:
+    """Whether gathering a rank's own rows saves more in some call than it loses in any other: a
+    layer has one layout for calls of all numbers of tokens.
+    """
+    most = cfg.max_tokens
+    counts = {most, *(1 << bit for bit in range(most.bit_length()))}
+    saved = [copies(cfg, tokens) - gathered_rows(cfg, tokens) for tokens in counts]
+    return max(saved) + min(saved) > 0.0
 
 
 def reads_rows_as_they_are(cfg: MoEConfig) -> bool:

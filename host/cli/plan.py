@@ -369,8 +369,8 @@ def _print_policy(found: Mapping[str, Any], chosen: Layout) -> None:
     costs = found.get("seconds_by_layout", {})
     if chosen == "auto" and costs and costs[found["layout"]] > min(costs.values()):
         print(
-            "rows of more than a few tokens are gathered by --layout gathered alone: with slices "
-            "on two ranks that gained nothing"
+            "auto gathers rows of more than a few tokens on a rank alone, if that gains more in "
+            "some calls than it loses in others; --layout gathered always does"
         )
 
 

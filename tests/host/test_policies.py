@@ -17,6 +17,7 @@ from moeos.engines.twin import sizes_of
 from moeos.errors import ConfigMismatch
 from moeos.policies import Policy, Reduce
 from moeos.slicing import Parallel, Slicing, slicing_of
+from tests.gradients import drawn, found_of, leaves_of
 from tests.layers import Call, assert_matches, config, draw_call, draw_given_call, draw_weights
 from tests.process_group import ranks_of_torch
 
@@ -297,17 +298,21 @@ def test_a_layer_that_gathers_by_the_costs_has_the_bits_of_copies() -> None:
     cfg = config(**{"top_k": 2, "dtype": torch.bfloat16, **sizes})
     weights, call = draw_weights(cfg), draw_call(cfg, 300, 0)
 
-    def run(world: World) -> list[Tensor]:
+    def run(world: World) -> list[dict[str, Tensor]]:
         found = []
         for layout, gathers in (("auto", True), ("expert_major_persistent", False)):
-            layer = weights.layer(world, layout=layout)
+            layer, its = weights.layer(world, layout=layout).requires_grad_(), leaves_of(call)
             assert layer.experts.engine._sizes.gathers_own_rows == gathers  # of the twin
-            found.append(layer(call.x))
+            y = its(layer)
+            y.backward(drawn(call, 0))
+            found.append({"y": y.detach(), **found_of(its, layer)})
         return found
 
-    [[y, same]] = virtual.run(run, 1, twin=moeos.TwinOptions(processors=2))
-    assert_matches(weights, call, y)
-    assert torch.equal(y, same)
+    [[one, other]] = virtual.run(run, 1, twin=moeos.TwinOptions(processors=1))
+    assert_matches(weights, call, one["y"])
+    assert set(one) == set(other) >= {"x", "w1", "w2"}
+    for name, found in one.items():
+        assert torch.equal(found, other[name]), name
 
 
 def test_the_kernel_adds_up_where_links_can_be_hidden_and_nccl_where_they_cannot() -> None:

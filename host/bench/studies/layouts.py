@@ -26,6 +26,7 @@ import moeos
 from moeos.bench.gpu import compile_ahead
 from moeos.bench.gpu.in_turn import InTurn
 from moeos.bench.studies import options
+from moeos.commands import provenance
 from moeos.files import replace
 from moeos.kernel_shape import HOPPER_BLOCKS
 from moeos.policies import Layout
@@ -141,11 +142,10 @@ def main() -> None:
     with moeos.init(backend="cuda", deadline=_DEADLINE) as world, torch.no_grad():
         clock = InTurn(world)
         for name, cfg in configs.items():
-            commit = options.document("layouts", 1, {})["commit"]
             results = measure(cfg, world, clock)
             layers[name] = {
                 "config": json.loads(cfg.digest()),
-                "commit": commit,
+                "commit": provenance.commit(),
                 "results": results,
             }
             replace(given.out, json.dumps(document(before, layers), indent=1) + "\n")

@@ -142,11 +142,11 @@ def test_a_plan_tells_what_rows_by_index_cost_as_they_were_measured() -> None:
     }
     # One rank alone: gathering was measured to take a few percent of 1.16 ms more (I is 768).
     assert 0 < costs[1]["gathered"] - costs[1]["expert_major_persistent"] < 60e-6
-    assert costs[1]["gathered"] == pytest.approx(185e-6, rel=0.05)
+    assert costs[1]["gathered"] == pytest.approx(217e-6, rel=0.05)
     assert costs[4]["gathered"] < costs[1]["gathered"] / 3  # own rows alone are gathered
     out = invoke(QWEN, "--ranks", 2, "--parallel", "tensor", "--tokens", 8192)[1]
     assert "layout expert_major_persistent; the costs' model" in out
-    assert "are gathered by --layout gathered alone" in " ".join(out.split())
+    assert "--layout gathered always does" in " ".join(out.split())
 
 
 def test_a_plan_of_whole_experts_says_where_own_rows_are_read() -> None:
