@@ -48,7 +48,7 @@ _TILE_ROWS = 128
 _STAGE_COLUMNS = 256
 _NARROW_COLUMNS = 128
 _NARROW_ROWS = 64
-_TALL_ROWS = 256
+_TALL_ROWS = 192
 _WEIGHT_BOX_ROWS = 128  # where no part reaches beyond them
 ORDERED_ROWS = 32
 """Rows of weights that lie in a box in an order of their own; a smaller box has no more."""
@@ -213,14 +213,15 @@ class KernelShape:
         return cfg, cut, self.slicing.sizes(cfg, self.world_size)
 
     def _tall_rows(self) -> int:
-        """Geometry's `tall_rows`: none where weights are codes or own rows are gathered, nor where
-        no expert gets more rows than a wide tile has.
+        """Geometry's `tall_rows`: none where weights are codes or own rows are gathered, nor in a
+        layer for so few tokens that most experts have a narrow tile in every call.
         """
-        plain = self.cfg.weight_format is None and self.cfg.shared_weight_format is None
-        gathers = self.slicing.sizes(self.cfg).get("gathers_rows", 0) != 0
+        cfg = self.cfg
+        plain = cfg.weight_format is None and cfg.shared_weight_format is None
+        gathers = self.slicing.sizes(cfg).get("gathers_rows", 0) != 0
         fits = self.world_size <= _runtime.MAX_SEGMENTS
-        rows = self.world_size * self.cfg.max_tokens
-        return _TALL_ROWS if plain and fits and not gathers and rows > _TILE_ROWS else 0
+        many = self.world_size * cfg.max_tokens * cfg.slots > _NARROW_ROWS * cfg.experts
+        return _TALL_ROWS if plain and fits and many and not gathers else 0
 
     def _cut_of_gradients(self) -> _Cut:
         """Of routed experts alone, and without narrow tiles. Each slice gets all sums. What parts a

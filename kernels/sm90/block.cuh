@@ -65,7 +65,7 @@ struct Stage {
 inline constexpr u32 kWeightsPlace = kTileRows * kSwizzleBytes;      // in a stage, in bytes
 inline constexpr u32 kTallWeightsPlace = kTallRows * kSwizzleBytes;  // of a tall tile
 static_assert(sizeof(Stage) == kWeightsPlace + kStageColumns * kSwizzleBytes);
-static_assert(sizeof(Stage) == kTallWeightsPlace + kNarrowColumns * kSwizzleBytes);
+static_assert(sizeof(Stage) >= kTallWeightsPlace + kNarrowColumns * kSwizzleBytes);
 
 /// A row among this rank's results, or kNone: its pair was not sent; and its weight.
 struct PairRow {

@@ -37,7 +37,8 @@ inline void find_results(const RankArguments& arguments, const Rank<Machine>& ra
 /// is padding. Of a first product all rows are one segment, and padding is stored, too: the second
 /// one reads it, and must not read uninitialised memory.
 inline constexpr u32 kNowhere = 0xFFFF;
-static_assert(Geometry::kMaxSegments * kMostRows < kNowhere);
+inline constexpr u32 kSegmentPlaces = kTall ? 2 * kTileRows : kTileRows;  // a power of two
+static_assert(Geometry::kMaxSegments * kSegmentPlaces < kNowhere);
 inline u32 result_place(const Task& task, u32 row) {
   const Sink sink = product_of(task).line.sink;
   if (sink == Sink::between || sink == Sink::tokens_between) {
@@ -48,7 +49,7 @@ inline u32 result_place(const Task& task, u32 row) {
   u32 first = 0;
   for (u32 s = 0; s < task.segment_count; ++s) {
     if (row >= first && row < first + task.segments[s].rows) {
-      return s * kMostRows + (row - first);
+      return s * kSegmentPlaces + (row - first);
     }
     first += MOEOS_PLANTED(segments_results_lie_apart) ? align_up(u32{task.segments[s].rows}, 8U)
                                                        : laid_out_rows(kGeometry, task, s, first);
@@ -57,8 +58,8 @@ inline u32 result_place(const Task& task, u32 row) {
 }
 /// And as an address; of kNowhere one that nobody stores to.
 inline u8* result_row(const Slot& slot, u32 place, u32 row_bytes) {
-  return slot.results[place / kMostRows % Geometry::kMaxSegments] +
-         u64{place % kMostRows} * row_bytes;
+  return slot.results[place / kSegmentPlaces % Geometry::kMaxSegments] +
+         u64{place % kSegmentPlaces} * row_bytes;
 }
 
 /// Rows of the second product's results that a thread stores for one half of its accumulators. Of a

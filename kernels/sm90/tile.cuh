@@ -69,36 +69,36 @@ inline void compute_columns(const RankArguments& arguments, const Slot& slot, Re
   }
 }
 
-/// A warpgroup's rows of a part of a tall tile: 64 of the first 128, and as many of the others.
+/// A warpgroup's rows of a part of a tall tile: 64 of the first 128, and the first one's 64 others.
 /// `kUsed`: whether a kernel has such tiles.
 template <bool kUsed, class Prepare>
 inline void compute_tall(const RankArguments& arguments, const Slot& slot, ReadyWord word,
                          const Task& task, u32 group, u32 place, Shared& shared,
                          RingPosition<kStages>& stage, Prepare prepare) {
   if constexpr (kUsed) {
-    float d[2][kNarrowColumns / 2];
-    start_accumulators(d[0], arguments, task, word.part());
+    float d[kNarrowColumns / 2];
+    float more[kNarrowColumns / 2];
+    start_accumulators(d, arguments, task, word.part());
 #pragma unroll
     for (u32 i = 0; i < kNarrowColumns / 2; ++i) {
-      d[1][i] = d[0][i];
+      more[i] = d[i];
     }
-    const bool both = kTileRows + group * kConsumerRows < task.padded_rows;
-    if (both) {
-      multiply_tall<true>(d, steps_of(task), group, shared, stage, prepare);
+    if (group == 0) {
+      multiply_tall<true>(d, more, steps_of(task), group, shared, stage, prepare);
     } else {
-      multiply_tall<false>(d, steps_of(task), group, shared, stage, prepare);
+      multiply_tall<false>(d, more, steps_of(task), group, shared, stage, prepare);
     }
     stamp_computed(shared, place);
-    const u32 rows = both ? kTallRows : kTileRows;
+    // A loop, so that there is one copy of the epilogue.
 #pragma unroll 1
-    for (u32 first = 0; first < rows; first += kTileRows) {
+    for (u32 first = 0; first < (group == 0 ? kTallRows : kTileRows); first += kTileRows) {
       if constexpr (kSaves) {
-        save_rows(d[0], arguments, task, slot.word.part(), first);
+        save_rows(d, arguments, task, slot.word.part(), first);
       }
-      finish_tile(d[0], task, slot, slot.word.part(), first);
+      finish_tile(d, task, slot, slot.word.part(), first);
 #pragma unroll
       for (u32 i = 0; i < kNarrowColumns / 2; ++i) {
-        d[0][i] = d[1][i];
+        d[i] = more[i];
       }
     }
   }

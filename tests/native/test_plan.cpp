@@ -59,7 +59,9 @@ Geometry draw_geometry(Random& random, u32 world, u32 experts) {
   Geometry g = small_geometry(world, world * experts, kMaxTokens);
   g.tile_rows = choose(random, {16, 128});
   g.narrow_rows = choose(random, {0, g.tile_rows / 2});
-  g.tall_rows = world <= Geometry::kMaxSegments ? choose(random, {0, 2 * g.tile_rows}) : 0;
+  g.tall_rows = world <= Geometry::kMaxSegments
+                    ? choose(random, {0, g.tile_rows / 2 * 3, 2 * g.tile_rows})
+                    : 0;
   g.product0_parts = draw(random, 1, 3);
   g.product1_parts = draw(random, 1, 3);
   g.product0_narrow_parts = g.product0_parts * draw(random, 1, 2);
