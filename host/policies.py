@@ -30,14 +30,10 @@ _COPIES: tuple[Layout, ...] = ("expert_major", "expert_major_persistent")
 """Rows are copied into the order of experts. The paper tells these two apart by the kernel of the
 second product; here both products are one kernel's, which is persistent."""
 
-_NOT_BUILT: dict[str, str] = {
-    "token_major": "keeps rows between the products in the order of tokens, of which the second "
-    "product would load each alone; this kernel's lie in tiles, which are of one expert: pass "
-    "layout='gathered', whose first product reads tokens as that layout's does, or layout='auto'",
-}
+_BY_INDEX: tuple[Layout, ...] = ("token_major", "gathered")
+"""First products read a rank's own tokens where the caller left them."""
 
-LAYOUTS: tuple[Layout, ...] = tuple(name for name in get_args(Layout) if name not in _NOT_BUILT)
-"""Those that a layer can have."""
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 ALL_REDUCE_BYTES = {2: 355e9, 4: 368e9, 8: 470e9}
 """What NCCL's all-reduce sends from each rank, bytes/s, by the ranks. With 4 and 8 from the paper's
@@ -49,8 +45,8 @@ DISPATCH = 5e-6
 COPIED_BYTES = 3.4e12
 """Bytes/s of rows that are copied, read and written (docs/log/0108)."""
 GATHERED_STEP = 0.24e-6
-"""What a step of a first product takes more where its rows are copied from x by index, cp.async's
-(the same): for each full tile of rows, and each part of so many columns."""
+"""What a step of a product takes more where its rows are copied by index, cp.async's (the same):
+for each full tile of rows, and each part of so many columns. It was measured of first products."""
 GATHERED_ROWS, GATHERED_COLUMNS, NARROW_ROWS = 128, 256, 64
 GATHERED_PART = 1.2e-6
 """What a part of a first product takes more before the first of its rows is copied from x: which
@@ -87,7 +83,7 @@ class Policy:
         """
         if self.layout in _COPIES:
             return 0
-        if self.layout == "gathered":
+        if self.layout in _BY_INDEX:
             return int(_runtime.IN_PLACE_TOKENS)
         tokens = 0
         while tokens < _runtime.IN_PLACE_TOKENS and gathers(cfg, tokens + 1):
@@ -103,7 +99,14 @@ class Policy:
         """
         if self.layout == "auto":
             return alone and reads_rows_as_they_are(cfg) and saves_by_gathering(cfg)
-        return self.layout == "gathered"
+        return self.layout in _BY_INDEX
+
+    @property
+    def orders_between(self) -> bool:
+        """Whether rows between the products lie in the order of tokens (Geometry's
+        `between_pairs`).
+        """
+        return self.layout == "token_major"
 
     def sizes(self, cfg: MoEConfig, alone: bool) -> dict[str, int]:
         """Fields of runtime/geometry.def that say it. `cfg`: of a slice; `alone`: as of
@@ -112,15 +115,22 @@ class Policy:
         return {
             "in_place_tokens": self.in_place_tokens(cfg),
             "gathers_rows": int(self.gathers_rows(cfg, alone)),
+            "between_pairs": int(self.orders_between),
         }
 
     def require_fits(self, sizes: _runtime.Sizes) -> None:
         """Raises `ValueError` where a call of the layer cannot be computed as the caller wants."""
-        if self.layout == "gathered" and not sizes.gathers_own_rows:
+        if self.layout in _BY_INDEX and not sizes.gathers_own_rows:
             raise ValueError(
-                "layout is 'gathered', and what this layer's experts get of a token is not its row "
-                "of x as it stands, with activation_format or apply_router_weight_on_input: leave "
-                "these out, or pass layout='auto'"
+                f"layout is {self.layout!r}, and what this layer's experts get of a token is not "
+                "its row of x as it stands, with activation_format or "
+                "apply_router_weight_on_input: leave these out, or pass layout='auto'"
+            )
+        if self.orders_between and not sizes.between_by_pairs:
+            raise ValueError(
+                f"layout is {self.layout!r}, by which rows between the products lie in the order "
+                "of a rank's own tokens, and here ranks that share out experts send each other "
+                "tokens: pass parallel='tensor' without tensor_ranks, or layout='gathered'"
             )
 
 
@@ -130,8 +140,6 @@ AUTO = Policy()
 
 def require_policy(layout: object, reduce: object) -> Policy:
     """What a layer's arguments say. Raises `ValueError` for others than there are."""
-    if layout in _NOT_BUILT:
-        raise ValueError(f"layout is {layout!r}, which {_NOT_BUILT[str(layout)]}")
     if layout not in LAYOUTS:
         allowed = " or ".join(map(repr, LAYOUTS))
         raise ValueError(f"layout is {layout!r}; it must be {allowed}")
@@ -184,10 +192,16 @@ def gathered_rows(cfg: MoEConfig, tokens: int, ranks: int = 1) -> float:
     of_few = rows * ranks <= NARROW_ROWS * cfg.experts  # of an expert, so that its tile is narrow
     # The last tile of an expert is half full on average. A narrow one has twice the parts.
     parts = touched * 2 * wide if of_few else (rows / GATHERED_ROWS + touched / 2) * wide
-    steps = max(1.0, rows / GATHERED_ROWS * wide / (H200_BLOCKS - 1)) * _steps(cfg)
+    steps = max(1.0, rows / GATHERED_ROWS * wide / (H200_BLOCKS - 1)) * _steps(cfg, cfg.hidden)
     read = _weights_read(cfg, tokens, cfg.w1_rows) / ranks
     beyond = max(steps * (STEP + GATHERED_STEP), read) - max(steps * STEP, read)
     return DISPATCH + parts * GATHERED_PART / (H200_BLOCKS - 1) + beyond
+
+
+def token_major(cfg: MoEConfig, tokens: int) -> float:
+    """Rows that both products read by index, those of the second one between the two."""
+    second = _gathered_steps(cfg, tokens, cfg.hidden, cfg.intermediate)
+    return gathered_rows(cfg, tokens) + second
 
 
 def boxes(cfg: MoEConfig, tokens: int) -> float:
@@ -196,11 +210,17 @@ def boxes(cfg: MoEConfig, tokens: int) -> float:
     """
     beyond = max(0.0, tokens * BOX - STEP)
     parts = min(cfg.experts, tokens * cfg.slots) * -(-cfg.w1_rows // 128)
-    return _steps(cfg) * beyond * -(-parts // (H200_BLOCKS - 1))
+    return _steps(cfg, cfg.hidden) * beyond * -(-parts // (H200_BLOCKS - 1))
 
 
-def _steps(cfg: MoEConfig) -> int:
-    return -(-cfg.hidden * cfg.dtype.itemsize // STEP_BYTES)
+def _steps(cfg: MoEConfig, depth: int) -> int:
+    return -(-depth * cfg.dtype.itemsize // STEP_BYTES)
+
+
+def _gathered_steps(cfg: MoEConfig, tokens: float, columns: int, depth: int) -> float:
+    """What the steps of a product of so many columns take more where its rows are read by index."""
+    parts = tokens * cfg.slots / GATHERED_ROWS * -(-columns // GATHERED_COLUMNS)
+    return parts * _steps(cfg, depth) * GATHERED_STEP / (H200_BLOCKS - 1)
 
 
 def saves_by_gathering(cfg: MoEConfig) -> bool:
