@@ -21,7 +21,7 @@ from moeos.engines.cuda_arguments import RECORD_BYTES
 from moeos.engines.cuda_gradient_arguments import GRADIENT_RECORD_BYTES, SAVING_RECORD_BYTES
 from moeos.jit import Kernel, compile_kernel, include_root, macros
 from moeos.kernel_shape import KernelShape, Transport
-from moeos.policies import Policy
+from moeos.policies import Layout, Policy
 from moeos.slicing import Slicing
 from tests.host.kernel_shapes import shape
 from tests.host.ordered_loads import SCOPES, in_machine_code, in_ptx
@@ -161,17 +161,19 @@ def test_the_most_experts_and_choices_leave_registers_where_they_are(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize(
+    ("ranks", "layout"), [(1, "gathered"), (2, "gathered"), (8, "gathered"), (1, "token_major")]
+)
 @pytest.mark.parametrize("hidden", [2048, 2880], ids=["whole steps", "a step amid a row's end"])
 def test_a_kernel_that_gathers_rows_keeps_its_registers(
-    hidden: int, ranks: int, tmp_path: Path
+    hidden: int, ranks: int, layout: Layout, tmp_path: Path
 ) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="install the test extra for NVRTC")
     sizes = {"intermediate": 768, "experts": 128, "top_k": 8, "max_tokens": 8192}
     gathers = dataclasses.replace(
         shape(hidden=hidden, **sizes),
         world_size=ranks,
-        slicing=Slicing(policy=Policy(layout="gathered")),
+        slicing=Slicing(policy=Policy(layout)),
     )
     made = compile_kernel(gathers, tmp_path)
     assert made.report.keeps_registers
