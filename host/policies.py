@@ -50,7 +50,7 @@ for each full tile of rows, and each part of so many columns. It was measured of
 GATHERED_ROWS, GATHERED_COLUMNS, NARROW_ROWS = 128, 256, 64
 GATHERED_PART = 1.2e-6
 """What a part of a first product takes more before the first of its rows is copied from x: which
-tokens these are is looked up (docs/log/0112)."""
+tokens these are is looked up (docs/log/0113)."""
 BOX = 35e-9
 """A row of few tokens that is loaded by a box of its own (docs/log/0056)."""
 STEP = 0.7e-6
