@@ -4,14 +4,18 @@
 And the command imports nothing that takes long and that one of its subcommands alone needs.
 """
 
+import ast
+import graphlib
 import re
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 import moeos
+from tests import programs
 
 # Each in a process of its own, forked where only the package itself has been imported, as it is
 # before any of its modules.
@@ -19,14 +23,12 @@ PROGRAM = """
 import gc, importlib, os, sys, traceback
 gc.disable()  # each child would write to all that has been imported
 import matplotlib, mpi4py, moeos, rich, torch, typer
-assert "elftools" not in sys.modules, "moeos itself imports what reads machine code"
 
-def imported(name, without=None):
+def imported(name):
     child = os.fork()
     if child == 0:
         try:
             importlib.import_module(name)
-            assert without not in sys.modules, f"{name} imports {without}"
             os._exit(0)
         except BaseException:
             traceback.print_exc()
@@ -34,7 +36,6 @@ def imported(name, without=None):
             os._exit(1)
     return os.waitpid(child, 0)[1] == 0
 
-assert imported("moeos.cli.app", without="sympy")
 # What many of them import of others, once; and behind it what takes long and few import, whose
 # memory each fork would have to map.
 import elftools.elf.elffile, pdb, rich.console, rich.table, rich.text, typer.main
@@ -53,16 +54,125 @@ NEED_THEIR_LIBRARY = {
 """Adapters whose library is not installed beside moeos: tests/integrations/test_missing.py."""
 
 
-def test_no_module_needs_another_one_to_be_imported_before_it() -> None:
+def modules() -> dict[str, Path]:
+    """The files of the package by the names of their modules."""
     root = Path(moeos.__file__).parent
-    names = [
-        ".".join(("moeos", *file.relative_to(root).with_suffix("").parts))
+    found = {
+        ".".join(("moeos", *file.relative_to(root).with_suffix("").parts)): file
         for file in sorted(root.rglob("*.py"))
         if file.stem != "__main__"
-    ]
-    names = [name.removesuffix(".__init__") for name in names]
-    assert "moeos.bench.gpu.suite" in names
-    names = [name for name in names if name not in NEED_THEIR_LIBRARY]
+    }
+    assert "moeos.bench.gpu.suite" in found
+    return {name.removesuffix(".__init__"): file for name, file in found.items()}
+
+
+def run_at_import(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
+    """The imports of a module that run as it is imported."""
+    for one in body:
+        if isinstance(one, (ast.Import, ast.ImportFrom)):
+            yield one
+        elif not isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            typed = isinstance(one, ast.If) and "TYPE_CHECKING" in ast.unparse(one.test)
+            parts = ("orelse",) if typed else ("body", "orelse", "finalbody", "handlers")
+            for part in parts:
+                yield from run_at_import(getattr(one, part, []))
+
+
+def folders_of(name: str) -> list[str]:
+    """The packages that a module lies in, the outermost first."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
+def imports_of(files: Mapping[str, Path]) -> dict[str, set[str]]:
+    """Of each of these modules, those of them that it imports, and the packages that it lies in."""
+    found: dict[str, set[str]] = {}
+    for name, file in files.items():
+        named = [name]
+        for one in run_at_import(ast.parse(file.read_text(encoding="utf-8")).body):
+            if isinstance(one, ast.Import):
+                named += [alias.name for alias in one.names]
+            else:
+                assert one.module is not None
+                named += [one.module, *(f"{one.module}.{alias.name}" for alias in one.names)]
+        every = {part for one in named for part in (*folders_of(one), one)}
+        found[name] = (every & files.keys()) - {name}
+    return found
+
+
+def in_circles(imports: Mapping[str, set[str]]) -> list[str]:
+    """Modules that import each other, if any do.
+
+    What a package imports of itself is one with it: nobody has one of these before the package,
+    which has all of them in an order of its own.
+    """
+
+    def reached(name: str) -> set[str]:
+        found, more = set(), [name]
+        while more:
+            one = more.pop()
+            if one not in found:
+                found.add(one)
+                more += imports[one]
+        return found
+
+    packages = {package for name in imports for package in folders_of(name)}
+    with_all = {package: reached(package) for package in packages}
+
+    def as_one(name: str) -> str:
+        return next((one for one in folders_of(name) if name in with_all[one]), name)
+
+    joined: dict[str, set[str]] = {}
+    for name, others in imports.items():
+        joined.setdefault(as_one(name), set()).update(map(as_one, others))
+    sorter = graphlib.TopologicalSorter({one: of - {one} for one, of in joined.items()})
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_modules_import_each_other() -> None:
+    """So each can be the first; mypy tells of what is used and not imported."""
+    imports = imports_of(modules())
+    assert "moeos.jit" in imports["moeos.kernel_cache"] | imports["moeos.engines.cuda"]
+    assert in_circles(imports) == []
+
+
+def test_modules_that_import_each_other_are_noticed(tmp_path: Path) -> None:
+    texts = {
+        "moeos": "import moeos.first",
+        "moeos.first": "from moeos import second",  # as the package does, which comes before both
+        "moeos.second": "from moeos import first",
+        "moeos.others": "",
+        "moeos.others.one": "def later():\n    from moeos.others import two",
+        "moeos.others.two": "from moeos.others.one import later",
+    }
+    files = {name: tmp_path / name for name in texts}
+    for name, text in texts.items():
+        files[name].write_text(text)
+    assert in_circles(imports_of(files)) == []
+    files["moeos.others.one"].write_text("try:\n    from moeos.others import two\nfinally: ...")
+    assert {"moeos.others.one", "moeos.others.two"} <= {*in_circles(imports_of(files))}
+
+
+LIGHT = """
+import sys, moeos
+assert "elftools" not in sys.modules, "moeos itself imports what reads machine code"
+import moeos.cli.app
+assert "sympy" not in sys.modules, "moeos.cli.app imports sympy"
+"""
+
+
+def test_the_command_imports_nothing_that_takes_long() -> None:
+    ended = programs.ended(LIGHT)
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.nightly  # in every run no modules import each other
+def test_no_module_needs_another_one_to_be_imported_before_it() -> None:
+    names = [name for name in modules() if name not in NEED_THEIR_LIBRARY]
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM, *names], capture_output=True, text=True, timeout=240
     )
