@@ -38,6 +38,17 @@ def covering(*values: Iterable[Any]) -> list[Any]:
     ]
 
 
+def in_turn(*values: Iterable[Any]) -> list[Any]:
+    """All combinations of values, of which as many run always as the longest list has values.
+
+    In these the values of each list take turns, so that each runs.
+    """
+    lists = [[*one] for one in values]
+    places = range(max(map(len, lists)))
+    always = [tuple(one[place % len(one)] for one in lists) for place in places]
+    return all_but(always, itertools.product(*lists))
+
+
 def at_night(case: Any) -> Any:
     values = case if isinstance(case, tuple) else (case,)
     return pytest.param(*values, marks=pytest.mark.nightly)

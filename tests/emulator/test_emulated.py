@@ -279,7 +279,6 @@ IN_EVERY_RUN = (
     "a large expert's tiles by turns",
     "two ranks, odd sizes, biases",
     "second GEMMs in halves",
-    "long rows, a router in slices",
     "eight ranks, capacity",
     "cells as rings, places in turn",
     "an fp32 router of float16 tokens, in slices",

@@ -110,8 +110,9 @@ def test_tokens_of_zero_experts_alone_are_themselves(tmp_path: Path) -> None:
         assert (y - call.x).abs().max() <= 0.02
 
 
-@pytest.mark.parametrize("scoring", all_but(["sigmoid"], get_args(Scoring)))
-@pytest.mark.parametrize("routing", all_but(["layer"], ["layer", "ids"]))
+@pytest.mark.nightly  # the twin, of the same source, has it in every run
+@pytest.mark.parametrize("scoring", get_args(Scoring))
+@pytest.mark.parametrize("routing", ["layer", "ids"])
 def test_weights_are_right_where_all_chosen_scores_are_too_small_for_fp32(
     scoring: Scoring, routing: Routing, tmp_path: Path
 ) -> None:

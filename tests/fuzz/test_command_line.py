@@ -209,6 +209,7 @@ def test_a_file_name_of_two_lines_is_told_in_one(tmp_path: Path) -> None:
     assert invoke("plan", [path], "moeos plan", ["a b\\x1b.toml"]) == 2
 
 
+@pytest.mark.nightly  # commands end as processes in tests/host/cli/test_app.py and test_streams.py
 def test_processes_end_as_the_commands_do(folder: Path) -> None:
     (folder / "not-text-\udcff.toml").write_text(CONFIG)
     lines: list[tuple[list[Any], int]] = [

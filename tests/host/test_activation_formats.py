@@ -33,7 +33,7 @@ from tests.layers import (
     draw_given_call,
     draw_weights,
 )
-from tests.nightly import covering, spread
+from tests.nightly import in_turn, spread
 
 pytestmark = pytest.mark.usefixtures("poisoned_output")
 
@@ -83,7 +83,7 @@ RANKS = [(1, torch.bfloat16), (2, torch.float32), (3, torch.bfloat16)]
 
 
 @pytest.mark.parametrize(
-    ("name", "rule", "world"), spread(8, [*itertools.product(formats.NAMES, RULES, RANKS)])
+    ("name", "rule", "world"), spread(17, [*itertools.product(formats.NAMES, RULES, RANKS)])
 )
 def test_every_token_has_what_the_reference_makes_of_the_codes(
     name: str, rule: str, world: tuple[int, torch.dtype]
@@ -108,7 +108,7 @@ def test_every_token_has_what_the_reference_makes_of_the_codes(
 
 @pytest.mark.parametrize(
     ("kind", "ranks_per_node", "row_map"),
-    covering(PREFERENCES, [None, 1, 2], ["ragged", "capacity"]),
+    in_turn(PREFERENCES, [None, 1, 2], ["ragged", "capacity"]),
 )
 def test_any_routing_over_any_links_is_right(
     kind: str, row_map: Any, ranks_per_node: int | None

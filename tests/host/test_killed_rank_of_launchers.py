@@ -39,6 +39,7 @@ def test_mpirun_ends_the_others_and_names_the_killed_rank_itself() -> None:
     assert "PeerTimeout" not in ended.stderr
 
 
+@pytest.mark.nightly  # torchrun shows it in every run
 def test_mpirun_that_lets_the_others_go_on_shows_the_sentence() -> None:
     ended = launched(["mpirun", "--continuous", "-n", "2"], PROGRAM)
     assert SENTENCE.search(ended.stderr), ended.stderr

@@ -18,7 +18,7 @@ from tests.layers import (
     draw_given_call,
     draw_weights,
 )
-from tests.nightly import covering, spread
+from tests.nightly import all_but, covering, spread
 
 pytestmark = pytest.mark.usefixtures("poisoned_output")
 
@@ -52,6 +52,8 @@ CASES = {
         result_format="fp8_group128",
     ),
 }
+IN_EVERY_RUN = ("bfloat16", "drops, ragged", "codes of results")
+"""Of what takes many worlds of a case."""
 
 
 def draw_calls(cfg: MoEConfig, ranks: int = RANKS) -> list[list[Call]]:
@@ -100,7 +102,7 @@ def test_tiles_expert_by_expert_give_the_same_bits(monkeypatch: pytest.MonkeyPat
     assert_same(run(weights, calls, ONE_PROCESSOR), as_rows_arrive)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", all_but(IN_EVERY_RUN, CASES))
 def test_repeated_runs_give_the_same_bits(name: str) -> None:
     cfg = CASES[name]
     weights, calls = draw_weights(cfg, 1, PREFERENCES["zipf"](16, RANKS)), draw_calls(cfg)
@@ -119,7 +121,7 @@ def test_any_number_of_processors_gives_the_same_bits(
     cfg = CASES[name]
     weights, calls = draw_weights(cfg, 1, PREFERENCES["zipf"](16, RANKS)), draw_calls(cfg)
     first = run(weights, calls, ONE_PROCESSOR)
-    for processors in (1, 2, 3, 4):
+    for processors in (1, 3):
         twin = TwinOptions(processors=processors, split_os=split_os)
         assert_same(run(weights, calls, twin, ranks_per_node), first)
 
@@ -140,7 +142,7 @@ def test_random_delays_give_the_same_bits(name: str, seed: int) -> None:
     assert_same(delayed, run(weights, calls, ONE_PROCESSOR))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", all_but(IN_EVERY_RUN, CASES))
 def test_a_token_has_the_same_bits_whoever_else_is_there(name: str) -> None:
     """The tokens of rank 0 in worlds of 1 to 16 ranks, which all have tokens of their own."""
     cfg = CASES[name]

@@ -12,6 +12,7 @@ import torch
 
 from moeos import TwinOptions, World, reference, virtual
 from tests.layers import TOLERANCE, Call, Weights, config, draw_given_call, draw_weights
+from tests.nightly import all_but
 
 pytestmark = pytest.mark.usefixtures("poisoned_output")
 
@@ -50,10 +51,10 @@ def assert_every_call_right(
 
 
 @pytest.mark.parametrize(
-    "remote", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["direct", "remote"]
+    ("number", "remote"), all_but([(250, False)], [(250, False), (1000, False), (1000, True)])
 )
-def test_a_thousand_calls_with_random_tokens_and_delays(remote: bool) -> None:
-    calls = draw_calls(1000, seed=1)
+def test_many_calls_with_random_tokens_and_delays(number: int, remote: bool) -> None:
+    calls = draw_calls(number, seed=1)
     weights = draw_weights(CFG)
 
     def rank_main(world: World) -> list[torch.Tensor]:

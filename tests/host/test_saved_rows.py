@@ -36,6 +36,7 @@ from tests.layers import (
     draw_given_call,
     draw_weights,
 )
+from tests.nightly import in_turn
 
 pytestmark = pytest.mark.usefixtures("poisoned_output")
 
@@ -104,22 +105,20 @@ def test_routing_of_any_kind(kind: str, rows: int | None) -> None:
     check(config(top_k=3, bias=True), rows, kind=kind)
 
 
-@pytest.mark.parametrize("rows", [13, None])
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"row_map": "capacity"},
-        {"capacity_factor": 0.7, "row_map": "ragged"},
-        {"capacity_factor": 0.7},
-        {"shared_experts": 2, "shared_intermediate": 40},
-        {"zero_experts": 3, "top_k": 4},
-        {"apply_router_weight_on_input": True, "top_k": 1},
-        {"hidden": 520, "intermediate": 272, "bias": True},
-        {"hidden": 264, "intermediate": 520, "activation": "gelu"},
-        {"experts": 7, "top_k": 5},
-    ],
-    ids=str,
-)
+KINDS: list[dict[str, Any]] = [
+    {"row_map": "capacity"},
+    {"capacity_factor": 0.7, "row_map": "ragged"},
+    {"capacity_factor": 0.7},
+    {"shared_experts": 2, "shared_intermediate": 40},
+    {"zero_experts": 3, "top_k": 4},
+    {"apply_router_weight_on_input": True, "top_k": 1},
+    {"hidden": 520, "intermediate": 272, "bias": True},
+    {"hidden": 264, "intermediate": 520, "activation": "gelu"},
+    {"experts": 7, "top_k": 5},
+]
+
+
+@pytest.mark.parametrize(("changes", "rows"), in_turn(KINDS, [13, None]))
 def test_layers_of_any_kind(changes: dict[str, Any], rows: int | None) -> None:
     check(config(**changes), rows, kind="zipf")
 

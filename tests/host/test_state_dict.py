@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import moeos
 from moeos import MoELayer, World, virtual
 from tests.layers import assert_matches, config, draw_call, draw_weights
+from tests.nightly import in_turn
 from tests.process_group import ranks_of_torch
 
 CFG = config(max_tokens=64, bias=True, selection_bias=True)
@@ -80,8 +81,10 @@ def test_a_state_dict_holds_all_experts_in_the_memory_of_the_parameters() -> Non
     assert all(ranks_of_torch(rank_main, 2))
 
 
-@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
-@pytest.mark.parametrize("form", ["sharded", "replicated", "columns", "whole", "local"])
+FORMS = ("sharded", "replicated", "columns", "whole", "local")
+
+
+@pytest.mark.parametrize(("form", "assign"), in_turn(FORMS, [False, True]))
 def test_every_form_of_the_experts_is_loaded_as_this_ranks_part(form: str, assign: bool) -> None:
     def rank_main(world: World) -> bool:
         mesh = init_device_mesh("cpu", (world.size,))

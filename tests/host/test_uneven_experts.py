@@ -31,7 +31,7 @@ from tests.layers import (
     draw_given_call,
     draw_weights,
 )
-from tests.nightly import all_but
+from tests.nightly import all_but, in_turn
 from tests.process_group import ranks_of_torch
 
 pytestmark = pytest.mark.usefixtures("poisoned_output")
@@ -93,32 +93,26 @@ def assert_right(weights: Weights, ranks: int, **way: Any) -> None:
             assert [n for own in stats for n in own["expert_pairs"]] == wanted
 
 
-IN_TURN = [(*world, ["ragged", "capacity"][place % 2]) for place, world in enumerate(WORLDS)]
-
-
-@pytest.mark.parametrize(
-    ("experts", "ranks", "row_map"),
-    all_but(IN_TURN, [(*one, row_map) for row_map in ("ragged", "capacity") for one in WORLDS]),
-)
-def test_every_rank_computes_what_its_experts_would(experts: int, ranks: int, row_map: Any) -> None:
+@pytest.mark.parametrize(("world", "row_map"), in_turn(WORLDS, ["ragged", "capacity"]))
+def test_every_rank_computes_what_its_experts_would(world: tuple[int, int], row_map: Any) -> None:
+    experts, ranks = world
     cfg = config(experts=experts, top_k=min(4, experts), max_tokens=40, bias=True, row_map=row_map)
     assert_right(draw_weights(cfg), ranks)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"capacity_factor": 0.7},
-        {"shared_experts": 2, "shared_intermediate": 48, "shared_gate": True},
-        {"zero_experts": 3},
-        {"weight_format": "fp8_block128", "hidden": 128, "intermediate": 128},
-        {"weight_format": "mxfp4"},
-        {"router_dtype": torch.float32, "scoring": "sigmoid", "selection_bias": True},
-    ],
-    ids=lambda changes: next(iter(changes)),
-)
-@pytest.mark.parametrize(("experts", "ranks"), [(7, 3), (9, 8)])
-def test_layers_of_other_kinds_are_right(experts: int, ranks: int, changes: dict[str, Any]) -> None:
+OTHER_KINDS: list[dict[str, Any]] = [
+    {"capacity_factor": 0.7},
+    {"shared_experts": 2, "shared_intermediate": 48, "shared_gate": True},
+    {"zero_experts": 3},
+    {"weight_format": "fp8_block128", "hidden": 128, "intermediate": 128},
+    {"weight_format": "mxfp4"},
+    {"router_dtype": torch.float32, "scoring": "sigmoid", "selection_bias": True},
+]
+
+
+@pytest.mark.parametrize(("world", "changes"), in_turn([(7, 3), (9, 8)], OTHER_KINDS))
+def test_layers_of_other_kinds_are_right(world: tuple[int, int], changes: dict[str, Any]) -> None:
+    experts, ranks = world
     cfg = config(**{"experts": experts, "top_k": 3, "max_tokens": 40, **changes})
     assert_right(draw_weights(cfg), ranks)
 
@@ -218,8 +212,9 @@ def test_whole_tensors_and_a_ranks_own_are_loaded(ranks: int) -> None:
     virtual.run(rank_main, ranks=ranks)
 
 
-@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
-@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+@pytest.mark.parametrize(
+    ("placement", "assign"), in_turn([Shard(0), Shard(1), Replicate()], [False, True])
+)
 def test_dtensors_of_any_placement_are_loaded(placement: Any, assign: bool) -> None:
     def rank_main(world: World) -> bool:
         mesh = init_device_mesh("cpu", (world.size,))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import sys
 import warnings
@@ -38,7 +39,7 @@ from torch.utils.checkpoint import checkpoint
 import moeos
 from moeos import MoELayer, World, training, wrappers
 from tests.layers import config, draw_call, draw_weights
-from tests.nightly import spread
+from tests.nightly import all_but, in_turn, spread
 from tests.process_group import ranks_of_torch
 
 CFG = config(
@@ -179,8 +180,7 @@ def assert_close(found: Tensor, expected: Tensor, name: str) -> None:
     assert error < 1e-6, f"{name}: {error}"
 
 
-@pytest.mark.parametrize("made", [whole_layer, Model], ids=["layer", "model"])
-@pytest.mark.parametrize("wrap", [*DDP, *FSDP])
+@pytest.mark.parametrize(("wrap", "made"), in_turn([*DDP, *FSDP], [whole_layer, Model]))
 def test_gradients_of_experts_are_those_without_a_wrapper(
     wrap: Wrap, made: Callable[[World], nn.Module]
 ) -> None:
@@ -217,8 +217,13 @@ def assert_those_of_one_process(
 
 @pytest.mark.parametrize(
     ("wrap", "again"),
-    [(wrap, again) for wrap in (ddp, replicated, *FSDP) for again in (False, True)]
-    + [(wrap, False) for wrap in (hybrid_fsdp2, replicated_by_fsdp2, fsdp1)],
+    all_but(
+        [(ddp, False), (replicated, True), (fsdp2, True), (fsdp2_of_layers, False), (fsdp1, False)],
+        [
+            *itertools.product((ddp, replicated, *FSDP), (False, True)),
+            *((wrap, False) for wrap in (hybrid_fsdp2, replicated_by_fsdp2, fsdp1)),
+        ],
+    ),
 )
 def test_a_wrapped_model_has_the_gradients_of_one_process(wrap: Wrap, again: bool) -> None:
     def made(world: World) -> nn.Module:
@@ -238,7 +243,7 @@ def test_a_wrapped_model_has_the_gradients_of_one_process(wrap: Wrap, again: boo
     assert all(ranks_of_torch(rank_main, 2))
 
 
-@pytest.mark.parametrize("wrap", [ddp, replicated, *FSDP])
+@pytest.mark.parametrize("wrap", spread(2, [ddp, replicated, *FSDP]))
 def test_steps_of_an_optimizer_are_those_of_one_process(wrap: Wrap) -> None:
     def stepped(model: nn.Module, x: Tensor, world: World) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
@@ -263,7 +268,7 @@ def test_steps_of_an_optimizer_are_those_of_one_process(wrap: Wrap) -> None:
     assert all(ranks_of_torch(rank_main, 2))
 
 
-@pytest.mark.parametrize("wrap", [*DDP, fsdp1, *FSDP])
+@pytest.mark.parametrize("wrap", spread(2, [*DDP, fsdp1, *FSDP]))
 def test_experts_that_lie_whole_on_each_process_train_as_any_parameter_or_are_told_of(
     wrap: Wrap,
 ) -> None:
@@ -441,7 +446,7 @@ def cleared(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("wrap", [plain, ddp, *FSDP])
+@pytest.mark.parametrize("wrap", all_but([ddp, fsdp2], [plain, ddp, *FSDP]))
 def test_what_fully_shard_has_cut_is_read_by_any_wrapper(wrap: Wrap, tmp_path: Path) -> None:
     def rank_main(world: World) -> bool:
         model, other = fsdp2(Model(world)), cleared(wrap(Model(world)))

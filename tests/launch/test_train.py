@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,9 @@ import pytest
 
 from tests.nightly import all_but
 from tests.processes import MOEOS, ROOT, forked, mpirun, torchrun
+
+Start = Callable[..., subprocess.CompletedProcess[str]]
+"""Of so many ranks of a program, with its arguments."""
 
 CONFIG = str(ROOT / "configs" / "train.toml")
 LAST = r"final loss (\d\.\d{4}), reference (\d\.\d{4})"
@@ -27,7 +32,7 @@ def backward(loss, *arguments, **named):
 torch.Tensor.backward = backward
 """
 
-KILLED_AMID_STEP_6 = """
+KILLED_AMID_STEP_3 = """
 import os
 import signal
 import torch.distributed
@@ -36,7 +41,7 @@ from moeos.language.trainer import Trainer
 right = Trainer.step
 
 def step(trainer, number, *arguments):
-    if number == 5 and trainer._world is not None and torch.distributed.get_rank() == 1:
+    if number == 2 and trainer._world is not None and torch.distributed.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return right(trainer, number, *arguments)
 
@@ -97,26 +102,27 @@ def test_ranks_keep_to_stock_pytorch_and_fewer_of_them_go_on(
 
 def test_a_run_that_is_killed_goes_on_from_its_last_save_on_other_ranks(tmp_path: Path) -> None:
     folder, path = tmp_path / "run", tmp_path / "losses.json"
-    asked = ("train", CONFIG, "--steps", "8", "--save", str(folder), "--save-every", "2")
-    ended = forked(2, KILLED_AMID_STEP_6 + MOEOS, *asked)
+    asked = ("train", CONFIG, "--steps", "4", "--save", str(folder), "--save-every", "2")
+    ended = forked(2, KILLED_AMID_STEP_3 + MOEOS, *asked)
     assert ended.returncode not in (0, 1, 2)
     saved = told(folder / "run.json")
-    assert len(saved["losses"]) == 4
+    assert len(saved["losses"]) == 2
     ended = forked(3, MOEOS, *asked, "--resume", str(folder), "--json", str(path))
     assert ended.returncode == 0, ended.stderr
     rest = told(path)
-    assert rest["losses"][:4] == saved["losses"]
-    assert len(rest["losses"]) == 8
+    assert rest["losses"][:2] == saved["losses"]
+    assert len(rest["losses"]) == 4
     assert largest_difference(rest) <= 1e-5  # the stock model goes on, too, in one process
-    assert sorted(one.name for one in folder.iterdir()) == ["run.json", "step-8"]
+    assert sorted(one.name for one in folder.iterdir()) == ["run.json", "step-4"]
 
 
-def test_torchrun_trains_in_bfloat16(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", all_but([forked], [forked, torchrun]))
+def test_ranks_train_in_bfloat16(start: Start, tmp_path: Path) -> None:
     text = Path(CONFIG).read_text().replace('"float32"', '"bfloat16"')
     config = tmp_path / "train.toml"
     config.write_text(text.replace("../", f"{ROOT}/"))
     path = tmp_path / "losses.json"
-    ended = torchrun(2, MOEOS, "train", str(config), "--steps", "2", "--json", str(path))
+    ended = start(2, MOEOS, "train", str(config), "--steps", "2", "--json", str(path))
     assert ended.returncode == 0, ended.stderr
     document = told(path)
     assert document["tolerances"] == [2e-2] * 2

@@ -213,7 +213,8 @@ def assert_clean(done: subprocess.CompletedProcess[str]) -> None:
 by_worlds = pytest.mark.parametrize("seed", all_but([5], [5, 13, 1]))
 """The first of a flavour's worlds: the fourth takes as long as ten others together."""
 by_threads = pytest.mark.parametrize("name", all_but(["thread"], FLAVOURS))
-by_addresses = pytest.mark.parametrize("name", all_but(["address"], FLAVOURS))
+"""The twin is compiled for one sanitizer in every run. `SMALL` and the matrix product are for the
+other, which has no threads to watch there."""
 
 
 @by_worlds
@@ -235,7 +236,7 @@ def test_gradients_of_random_worlds_are_right(name: str, seed: int, build: Build
 
 
 @by_worlds
-@by_addresses
+@by_threads
 def test_random_layers_of_one_workspace_compute_the_right_results(
     name: str, seed: int, build: Build
 ) -> None:
@@ -245,7 +246,7 @@ def test_random_layers_of_one_workspace_compute_the_right_results(
     assert f"{flavour.worlds} workspaces, 0 failed" in done.stdout
 
 
-@by_addresses
+@by_threads
 def test_damaged_words_in_a_heap_are_errors(name: str, build: Build) -> None:
     assert_clean(execute(FLAVOURS[name], build(name, "damaged_words")))
 
@@ -255,17 +256,12 @@ def test_a_rank_makes_one_call_after_the_other_and_not_for_ever(name: str, build
     assert_clean(execute(FLAVOURS[name], build(name, "calls")))
 
 
-def test_matrix_product_alone_under_a_sanitizer(build: Build) -> None:
-    assert_products_are_right(execute(FLAVOURS["address"], build("address", "gemm")))
-
-
-def test_matrix_product_alone_as_it_is_used(gemm_objects: list[Path], tmp_path: Path) -> None:
-    objects = compile_all(OPTIMISED, [TESTS / "test_gemm.cpp"], tmp_path)
-    program = link(OPTIMISED, [*objects, *gemm_objects], tmp_path / "gemm")
-    assert_products_are_right(execute(OPTIMISED, program))
-
-
-def assert_products_are_right(done: subprocess.CompletedProcess[str]) -> None:
+@pytest.mark.parametrize(
+    "flavour", [FLAVOURS["address"], OPTIMISED], ids=["under a sanitizer", "as it is used"]
+)
+def test_matrix_product_alone(flavour: Flavour, tmp_path: Path) -> None:
+    objects = compile_all(flavour, [TESTS / "test_gemm.cpp", *gemm_sources()], tmp_path)
+    done = execute(flavour, link(flavour, objects, tmp_path / "gemm"))
     assert_clean(done)
     assert "portable passed" in done.stdout
 
@@ -445,7 +441,9 @@ RUNS, SOUND_RUNS, THREADED_RUNS, SAME_RUNS = 1000, 10, 200, 8
 FAULTS = {
     "releases_are_relaxed": Fault("threads", "ThreadSanitizer: data race"),
     "signal_overtakes_rows": Fault("threads", "ThreadSanitizer: data race", seed=6),
-    "replicated_chunk_overtakes_rows": Fault("threads", "ThreadSanitizer: data race", seed=22),
+    "replicated_chunk_overtakes_rows": Fault(
+        "threads", "ThreadSanitizer: data race", seed=22, takes_long=True
+    ),
     "shares_are_not_ordered": Fault("threads", "ThreadSanitizer: data race"),
     "windows_have_no_end": Fault("sender", "two chunks are put in a window"),
     "later_failures_replace_earlier_ones": Fault(
