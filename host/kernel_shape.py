@@ -48,7 +48,6 @@ _TILE_ROWS = 128
 _STAGE_COLUMNS = 256
 _NARROW_COLUMNS = 128
 _NARROW_ROWS = 64
-_TALL_ROWS = 192
 _WEIGHT_BOX_ROWS = 128  # where no part reaches beyond them
 ORDERED_ROWS = 32
 """Rows of weights that lie in a box in an order of their own; a smaller box has no more."""
@@ -198,7 +197,6 @@ class KernelShape:
             "product0_parts": wide[0],
             "product1_parts": wide[1],
             "narrow_rows": _NARROW_ROWS,
-            "tall_rows": self._tall_rows(),
             "product0_narrow_parts": narrow[0],
             "product1_narrow_parts": narrow[1],
             # Rows of any number lie next to those of another source. They take more boxes to load,
@@ -211,17 +209,6 @@ class KernelShape:
             **shared_cut(cfg, wide_columns[0], narrow_columns[0]),
         }
         return cfg, cut, self.slicing.sizes(cfg, self.world_size)
-
-    def _tall_rows(self) -> int:
-        """Geometry's `tall_rows`: none where weights are codes or own rows are gathered, nor in a
-        layer for so few tokens that most experts have a narrow tile in every call.
-        """
-        cfg = self.cfg
-        plain = cfg.weight_format is None and cfg.shared_weight_format is None
-        gathers = self.slicing.sizes(cfg).get("gathers_rows", 0) != 0
-        fits = self.world_size <= _runtime.MAX_SEGMENTS
-        many = self.world_size * cfg.max_tokens * cfg.slots > _NARROW_ROWS * cfg.experts
-        return _TALL_ROWS if plain and fits and many and not gathers else 0
 
     def _cut_of_gradients(self) -> _Cut:
         """Of routed experts alone, and without narrow tiles. Each slice gets all sums. What parts a

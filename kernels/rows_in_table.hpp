@@ -43,10 +43,14 @@ class RowsInTable {
   using At = u32;
   constexpr At at(u32 i) const { return i; }
   constexpr ExpertRows of(At expert) const {
-    const bool narrow = cuts_narrow(expert);
-    const u32 full = full_tiles(expert, narrow);
+    const u32 full = full_tiles(expert);
+    u32 padded = 0;
+    for (u32 source = 0; source < geometry_.world; ++source) {
+      padded += align_up(count_(source, expert), Geometry::kSegmentAlign);
+    }
+    const bool narrow = geometry_.is_narrow(padded);
     const Extent merged = merge_remainders(
-        geometry_, narrow, false, [&](u32 source) { return left(source, expert, narrow); },
+        geometry_, narrow, false, [&](u32 source) { return left(source, expert); },
         [](u32, u32, u32, u32, u32) {}, [](u32, u32, u32, u32, u32) {});
     return {full + merged.tiles, full * geometry_.tile_rows + merged.rows, narrow};
   }
@@ -59,8 +63,7 @@ class RowsInTable {
 
   /// Tile `nth` of an expert, whose segments it writes; `owner`: the lane that has found it.
   constexpr TileRows tile(u32 expert, At /*at*/, u32 nth, u32 /*owner*/, Task& task) const {
-    const bool narrow = cuts_narrow(expert);
-    const u32 full = full_tiles(expert, narrow);
+    const u32 full = full_tiles(expert);
     const u32 tile_rows = geometry_.tile_rows;
     if (nth < full) {
       const FullTile its =
@@ -71,10 +74,10 @@ class RowsInTable {
     }
     TileRows found{};
     merge_remainders(
-        geometry_, narrow, false, [&](u32 source) { return left(source, expert, narrow); },
+        geometry_, of(expert).narrow, false, [&](u32 source) { return left(source, expert); },
         [&](u32 tile, u32 segment, u32 source, u32 from, u32 rows) {
           if (full + tile == nth) {
-            const u32 first = count_(source, expert) - left(source, expert, narrow) + from;
+            const u32 first = count_(source, expert) - left(source, expert) + from;
             task.segments[segment] = {first, static_cast<u16>(source), static_cast<u16>(rows)};
           }
         },
@@ -88,26 +91,15 @@ class RowsInTable {
   constexpr void note_tokens(Task& /*task*/) const {}
 
  private:
-  /// Whether its tiles, of which there is one then, are cut into narrow N-tiles.
-  constexpr bool cuts_narrow(u32 expert) const {
-    u32 padded = 0;
-    u32 laid_out = 0;
-    for (u32 source = 0; source < geometry_.world; ++source) {
-      padded += align_up(count_(source, expert), Geometry::kSegmentAlign);
-      laid_out += align_up(count_(source, expert), geometry_.segment_align);
-    }
-    return geometry_.is_narrow(padded) || geometry_.is_tall(laid_out, padded);
-  }
-  constexpr u32 full_tiles(u32 expert, bool narrow) const {
+  constexpr u32 full_tiles(u32 expert) const {
     u32 full = 0;
-    for (u32 source = 0; source < geometry_.world && !narrow; ++source) {
+    for (u32 source = 0; source < geometry_.world; ++source) {
       full += count_(source, expert) / geometry_.tile_rows;
     }
     return full;
   }
-  constexpr u32 left(u32 source, u32 expert, bool narrow) const {
-    const u32 rows = count_(source, expert);
-    return narrow ? rows : rows % geometry_.tile_rows;
+  constexpr u32 left(u32 source, u32 expert) const {
+    return count_(source, expert) % geometry_.tile_rows;
   }
 
   const Geometry& geometry_;

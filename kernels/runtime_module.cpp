@@ -177,10 +177,7 @@ void check_fits(const Geometry& geometry) {
   limit(geometry.parts_max(), std::numeric_limits<u32>::max() / 2, "the number of parts of a call");
   require(geometry.narrow_rows < geometry.tile_rows, "narrow_rows must be below tile_rows");
   require(geometry.chunk_rows < SentChunk::kRows, "chunk_rows must fit a chunk's word");
-  require(geometry.tall_rows == 0 || (geometry.tall_rows <= 2 * geometry.tile_rows &&
-                                      geometry.world <= Geometry::kMaxSegments),
-          "a tall tile has at most twice the rows of another one, of at most eight ranks");
-  require(ceil_div(geometry.most_rows(), geometry.chunk_rows) + 2 * Geometry::kMaxSegments <=
+  require(ceil_div(geometry.tile_rows, geometry.chunk_rows) + 2 * Geometry::kMaxSegments <=
               Geometry::kAwaitedMost,
           "a tile's rows must lie in fewer chunks");
   limit(u64{world} * geometry.chunks(), SentChunk::kNumbers, "the number of chunks of rows");

@@ -64,16 +64,15 @@ class OneSourceRows {
   At at(u32 i) const { return {rows_[i], 0}; }
   ExpertRows of(const At& at) const {
     const u32 padded = align_up(at.rows, Geometry::kSegmentAlign);
-    const u32 tiles = ceil_div(at.rows, rows_of_tile(at));
-    return {tiles, padded, geometry().is_narrow(padded) || is_tall(at)};
+    return {ceil_div(at.rows, geometry().tile_rows), padded, geometry().is_narrow(padded)};
   }
   At first() const { return {0, start_}; }
   void look(At& at, u32 i, bool found) const { at.rows = found ? at.rows : rows_[i]; }
   void pass(At& at, u32 i, bool passes) const { at.start += passes ? rows_[i] : 0; }
 
   TileRows tile(u32 expert, const At& at, u32 nth, u32 owner, Task& task) const {
-    const u32 slot = nth * geometry().tile_rows;  // of a tall tile 0
-    const u32 rows = minimum(rows_of_tile(at), at.rows - slot);
+    const u32 slot = nth * geometry().tile_rows;
+    const u32 rows = minimum(geometry().tile_rows, at.rows - slot);
     if (P::lane() == owner) {
       task.segments[0] = Segment{rank_.layout.row(expert, slot, at.start),
                                  static_cast<u16>(rank_.rank), static_cast<u16>(rows)};
@@ -111,12 +110,6 @@ class OneSourceRows {
  private:
   static constexpr u32 kOfALane = Geometry::kPlanExperts / P::kLanes;
   static constexpr u32 kPairsOfALane = ceil_div(Geometry::kInPlacePairs, P::kLanes);
-
-  /// Rows of an expert's tiles, at most.
-  bool is_tall(const At& at) const {
-    return geometry().is_tall(at.rows, align_up(at.rows, Geometry::kSegmentAlign));
-  }
-  u32 rows_of_tile(const At& at) const { return geometry().most_rows_of(is_tall(at)); }
 
   /// By counts: how many rows each expert gets.
   bool look_at_counts() {

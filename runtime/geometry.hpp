@@ -147,7 +147,7 @@ struct Geometry {
   /// Rows under way to a remote peer, at most. What is sent at once always fits.
   constexpr u32 window() const {
     const u32 chunk = rings_cells() ? 2 * chunk_rows : chunk_rows;  // which may be put twice
-    return maximum(window_rows, maximum(chunk, most_rows()));
+    return maximum(window_rows, maximum(chunk, tile_rows));
   }
   /// Requests to one remote peer in one call: its chunks, and the segments of tiles that it owns,
   /// of which each has a row and each tile at most kMaxSegments.
@@ -403,15 +403,6 @@ struct Geometry {
   /// What is left of one with more rows is cut as its other tiles are, and so can be computed by
   /// turns with them, with the same columns of its weights.
   constexpr bool is_narrow(u32 padded_rows) const { return padded_rows <= narrow_rows; }
-  /// Whether an expert is one tall tile. Two wide ones would each bring its weights to a processor,
-  /// and an expert of so few rows takes as long as that. `laid_out`: its rows as a wide tile has
-  /// them; `padded_rows`: as a narrow one has.
-  constexpr bool is_tall(u32 laid_out, u32 padded_rows) const {
-    return tall_rows != 0 && laid_out > tile_rows && padded_rows <= tall_rows;
-  }
-  /// Rows of a tile, at most: of any; and of an expert that is cut into narrow N-tiles or not.
-  constexpr u32 most_rows() const { return maximum(tile_rows, tall_rows); }
-  constexpr u32 most_rows_of(bool narrow) const { return narrow ? most_rows() : tile_rows; }
   constexpr u32 product0_parts_of(bool narrow) const {
     return narrow ? product0_narrow_parts : product0_parts;
   }
@@ -438,8 +429,8 @@ struct Geometry {
     return rest <= processors ? rest / product1_narrow_parts : 0;
   }
 
-  /// Rows of a tile, and of a segment of one that is cut into narrow N-tiles, are padded to a
-  /// multiple of this (one wgmma core matrix, one twin panel).
+  /// Rows of a tile, and of a segment of a narrow one, are padded to a multiple of this (one wgmma
+  /// core matrix, one twin panel).
   static constexpr u32 kSegmentAlign = 8;
   constexpr u32 segment_align_of(bool narrow) const {
     return narrow ? kSegmentAlign : segment_align;
@@ -483,13 +474,13 @@ struct Geometry {
   /// Rows between the products that have a place at a time, where places are used again: at least
   /// what is left of one expert's sources, which is packed at once.
   constexpr u32 pool_rows() const {
-    return align_up(maximum(between_rows, maximum(world * tile_rows, most_rows())), kSegmentAlign);
+    return align_up(maximum(between_rows, world * tile_rows), kSegmentAlign);
   }
   /// Whether places between the products are used again, since a call may have more rows. Not where
   /// processors find tiles themselves.
   constexpr bool reuses_places() const {
     return between_rows != 0 && !plans_itself() && !between_by_pairs() &&
-           u64{pool_rows()} + most_rows() < tiled_rows_max();
+           u64{pool_rows()} + tile_rows < tiled_rows_max();
   }
   /// Rows of the buffer between the products. A tile that begins at the end of the pool ends behind
   /// it.
@@ -497,7 +488,7 @@ struct Geometry {
     if (between_by_pairs()) {
       return pairs();
     }
-    return reuses_places() ? pool_rows() + most_rows() : tiled_rows_max();
+    return reuses_places() ? pool_rows() + tile_rows : tiled_rows_max();
   }
 
   /// Chunks of a peer that stand behind each other in the list of Dispatch, and of how many such

@@ -47,7 +47,6 @@ constexpr FullTile full_tile(const Geometry& geometry, u32 nth, Rows rows) {
 
 /// Goes through the tiles that the remainders of an expert's sources make.
 ///
-/// `narrow`: whether the expert's tiles are cut into narrow N-tiles.
 /// `left(source)`: what is left of it, below a tile. append(tile, segment, source, from, rows): a
 /// tile's segment has so many rows of a source, from row `from` of what is left on.
 /// close(tile, result, segments, rows, padded): it is complete, and its rows begin at `result`.
@@ -71,7 +70,7 @@ constexpr Extent merge_remainders(const Geometry& geometry, bool narrow, bool ap
     u32 from = 0;
     for (u32 its = left(source); its > 0;) {
       // The room is a multiple of `align`: a cut never adds padding.
-      const u32 fitting = minimum(its, geometry.most_rows_of(narrow) - padded);
+      const u32 fitting = minimum(its, geometry.tile_rows - padded);
       if (fitting == 0 || segments == geometry.max_segments_of(narrow)) {
         finish();
         continue;
@@ -101,8 +100,7 @@ struct Turn {
 };
 constexpr Turn turn_at(u32 place, u32 tiles) { return {place % tiles, place / tiles}; }
 
-/// Fills a descriptor of a tile's first product but for its segments and its seal. `narrow`:
-/// whether it is cut into narrow N-tiles, as narrow tiles and tall ones are.
+/// Fills a descriptor of a tile's first product but for its segments and its seal.
 constexpr void describe_tile(Task& task, const Geometry& geometry, u32 epoch, u32 expert, u32 tile,
                              u32 segments, u32 rows, u32 padded, u32 result, bool narrow) {
   task.kind = kFirstProduct.kind;
@@ -114,14 +112,14 @@ constexpr void describe_tile(Task& task, const Geometry& geometry, u32 epoch, u3
   task.rows = rows;
   task.padded_rows = padded;
   task.first_result = result;
-  task.narrow = narrow && !is_tall(geometry, task) ? 1 : 0;
+  task.narrow = narrow ? 1 : 0;
 }
 
 /// What an expert's rows add up to.
 struct ExpertRows {
   u32 tiles;
-  u32 padded;   // rows of these
-  bool narrow;  // whether they are cut into narrow N-tiles
+  u32 padded;  // rows of these
+  bool narrow;
 };
 
 /// One tile of an expert.

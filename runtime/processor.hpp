@@ -244,7 +244,7 @@ class Processor : Pace<P> {
                    P::lane() == 0) {
           const TaskKind next = kSecondProduct.kind;
           post_next(rank_, call_, next, word.task(),
-                    parts_of(rank_.geometry(), next, is_cut_narrow(rank_.geometry(), task)));
+                    parts_of(rank_.geometry(), next, task.narrow != 0));
         }
         break;
       case Then::credits:

@@ -38,7 +38,7 @@ struct alignas(kCacheLine) Task {
                      // shared expert's: its first token
   u32 first_ready;   // combine: place of the first token among those that are complete, or, of
                      // tokens that are awaited, the first one; or a block
-  u32 narrow;        // products: 1 of a narrow tile, which is cut into narrow N-tiles
+  u32 narrow;        // products: 1 when it is cut into narrow N-tiles
   u32 seal;          // what makes the descriptor whole; see is_intact()
   u32 half_width;  // of a copy for a second product: 1 when a wide tile is cut into narrow N-tiles
   u32 awaits;   // products, combine: not 0 when parts are handed out before their inputs are here,
@@ -71,22 +71,12 @@ constexpr u32 words_of(const Segment& segment) {
   return segment.first_row ^ (u32{segment.source} | u32{segment.rows} << 16);
 }
 
-/// Whether a tile is a tall one: no other has so many rows.
-constexpr bool is_tall(const Geometry& geometry, const Task& task) {
-  return geometry.tall_rows != 0 && task.padded_rows > geometry.tile_rows;
-}
-/// Whether all of its products are cut into narrow N-tiles.
-constexpr bool is_cut_narrow(const Geometry& geometry, const Task& task) {
-  return task.narrow != 0 || is_tall(geometry, task);
-}
-
 /// Rows that segment `index` takes inside the tile, from row `first` of it on. The last one takes
 /// what is left.
 constexpr u32 laid_out_rows(const Geometry& geometry, const Task& task, u32 index, u32 first) {
-  return index + 1 == task.segment_count
-             ? task.padded_rows - first
-             : align_up(u32{task.segments[index].rows},
-                        geometry.segment_align_of(is_cut_narrow(geometry, task)));
+  return index + 1 == task.segment_count ? task.padded_rows - first
+                                         : align_up(u32{task.segments[index].rows},
+                                                    geometry.segment_align_of(task.narrow != 0));
 }
 
 /// The expert behind those of this rank: all shared experts, in one.
@@ -102,12 +92,12 @@ constexpr Product product_of(const Geometry& geometry, const Task& task) {
 /// Parts of a tile's first product.
 constexpr u32 first_parts_of(const Geometry& geometry, const Task& task) {
   const Product first = product_of(kFirstProduct.kind, is_shared(geometry, task));
-  return parts_of(geometry, first, is_cut_narrow(geometry, task));
+  return parts_of(geometry, first, task.narrow != 0);
 }
 
 /// Whether a copy's parts are narrow N-tiles.
-constexpr bool has_narrow_parts(const Geometry& geometry, const Task& task) {
-  return is_cut_narrow(geometry, task) || task.half_width != 0;
+constexpr bool has_narrow_parts(const Task& task) {
+  return task.narrow != 0 || task.half_width != 0;
 }
 
 /// Whether whoever has claimed a part must wait for what it needs.
@@ -130,8 +120,7 @@ constexpr void become_second(Task& task, const Geometry& geometry, bool half_wid
   task.kind = kSecondProduct.kind;
   task.from = kSecondProduct.rows;
   task.half_width = half_width ? 1 : 0;
-  task.parts =
-      static_cast<u16>(parts_of(geometry, kSecondProduct.kind, has_narrow_parts(geometry, task)));
+  task.parts = static_cast<u16>(parts_of(geometry, kSecondProduct.kind, has_narrow_parts(task)));
 }
 
 /// Whether a descriptor is what its poster has written.

@@ -8,8 +8,7 @@
 // idle, remainders that are here are packed without waiting. Of large experts also full tiles wait
 // until the expert's rows are complete, or until somebody has nothing else to compute: then all of
 // its tiles follow each other, and its weights are read once and not once a source. Rows are
-// independent, so packing never changes a result. An expert that is one tall tile
-// (Geometry::is_tall) waits until its rows are complete, or packed early, as one of few rows does.
+// independent, so packing never changes a result.
 //
 // A tile is made when there are places for its rows between the two products. Where these are fewer
 // than a call may have rows (Geometry::reuses_places), they are used in turn, as those of a ring:
@@ -146,7 +145,6 @@ class TilePlan {
     u32 full = 0;          // full tiles of one source each, of rows that are here and in no tile
     u32 more = 0;          // such rows beyond these tiles
     u32 padded = 0;        // all rows that are announced, each source's padded
-    bool tall = false;     // they are one tall tile, if none is made of some of them before
     bool apart = false;    // some source's remainder waits for no other (is_apart)
     bool complete = true;  // all are announced, and here
   };
@@ -236,10 +234,9 @@ class TilePlan {
       as_many += P::count(ties);
       bool merge = complete || (open && (waiting > fullest.more_than || tie));
       bool apart = open && !merge && rows.apart;
-      MOEOS_CHECK(rows.full == 0 || !geometry.is_narrow(rows.padded));
-      const bool tall = rows.tall && (complete || !merge);  // what is packed early is not
-      const bool narrow = geometry.is_narrow(rows.padded) || tall;
-      u32 full = open && !tall ? rows.full : 0;
+      const bool narrow = geometry.is_narrow(rows.padded);
+      MOEOS_CHECK(rows.full == 0 || !narrow);
+      u32 full = open ? rows.full : 0;
       if (geometry.large_experts != 0) {
         const u32 mine = parts > 0 ? full : 0;
         const u32 before = fed + P::inclusive_scan(mine) - mine;
@@ -248,7 +245,7 @@ class TilePlan {
         all_fed = all_fed && P::ballot(mine > 0 && !complete && !feeds) == 0;
         full = merge || apart ? full : feeds ? mine : 0;
       }
-      bool merges = (merge && (rows.more > 0 || tall)) || apart;
+      bool merges = (merge && rows.more > 0) || apart;
       Extent extent{full, full * geometry.tile_rows};
       if (merges) {
         const Extent merged = merge_sources<false>(expert, apart, narrow, 0, 0);
@@ -294,11 +291,9 @@ class TilePlan {
   Rows rows_of(u32 expert) const {
     const Geometry& geometry = layout_.geometry();
     Rows rows;
-    u32 laid_out = 0;   // all rows that are announced, as a wide tile has them
-    bool whole = true;  // all are announced, none is in a tile, and no source waits for one
     for (u32 source = 0; source < geometry.world; ++source) {
       if (os_.rows_arrived[source] == kNone) {
-        rows.complete = whole = false;
+        rows.complete = false;
         continue;
       }
       const u32* starts = os_.receive_starts(source);
@@ -309,10 +304,7 @@ class TilePlan {
       rows.padded += align_up(announced, Geometry::kSegmentAlign);
       rows.apart = rows.apart || is_apart(source, expert);
       rows.complete = rows.complete && here + taken(source, expert) == announced;
-      laid_out += align_up(announced, geometry.segment_align);
-      whole = whole && taken(source, expert) == 0 && !geometry.overflows(os_.rows_received(source));
     }
-    rows.tall = whole && geometry.is_tall(laid_out, rows.padded);
     return rows;
   }
 
@@ -387,15 +379,14 @@ class TilePlan {
   template <bool kWrite>
   Extent merge_sources(u32 expert, bool apart, bool narrow, u32 tile, u32 result) const {
     const u32 tile_rows = layout_.geometry().tile_rows;
-    u32 first = 0;  // slot of what is left of a source: all, where there is one tile
+    u32 first = 0;  // slot of what is left of a source
     u32 words = 0;
     return merge_remainders(
         layout_.geometry(), narrow, apart,
         [&](u32 source) {
           const u32 here = apart && !is_apart(source, expert) ? 0 : ready(source, expert);
-          const u32 left = narrow ? here : here % tile_rows;
-          first = taken(source, expert) + here - left;
-          return left;
+          first = taken(source, expert) + here - here % tile_rows;
+          return here % tile_rows;
         },
         [&](u32 nth, u32 segment, u32 source, u32 from, u32 rows) {
           if constexpr (kWrite) {

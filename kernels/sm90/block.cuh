@@ -62,10 +62,8 @@ struct Stage {
   alignas(1024) u8 rows[kTileRows * kSwizzleBytes];
   alignas(1024) u8 weights[kStageColumns * kSwizzleBytes];
 };
-inline constexpr u32 kWeightsPlace = kTileRows * kSwizzleBytes;      // in a stage, in bytes
-inline constexpr u32 kTallWeightsPlace = kTallRows * kSwizzleBytes;  // of a tall tile
+inline constexpr u32 kWeightsPlace = kTileRows * kSwizzleBytes;  // in a stage, in bytes
 static_assert(sizeof(Stage) == kWeightsPlace + kStageColumns * kSwizzleBytes);
-static_assert(sizeof(Stage) >= kTallWeightsPlace + kNarrowColumns * kSwizzleBytes);
 
 /// A row among this rank's results, or kNone: its pair was not sent; and its weight.
 struct PairRow {

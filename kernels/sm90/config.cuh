@@ -94,16 +94,6 @@ inline constexpr u32 kNarrowColumns = kStageColumns / 2;
 inline constexpr u32 kNarrowDepth = 2;  // steps of a wide tile in one stage
 static_assert(kGeometry.narrow_rows == (kGradients ? 0 : kNarrowRows));
 
-// The tall tile, for more rows than one wide tile has: 192 rows, 128 columns, in the same stages,
-// whose rows take half as much again and whose weights half. Each warpgroup computes 64 of its
-// first 128 rows, and the first one the 64 others, too.
-inline constexpr bool kTall = kGeometry.tall_rows != 0;
-inline constexpr u32 kTallRows = kTileRows + kConsumerRows;
-static_assert(!kTall || kGeometry.tall_rows == kTallRows);
-static_assert(!kTall || (!kCoded && kShape.weight_format == WeightFormat::plain &&
-                         kShape.shared_weight_format == WeightFormat::plain &&
-                         !kGeometry.gathers_own_rows() && !kGradients));
-
 /// Columns of a product's result in one part. Of the first product's, a gated part computes two: a
 /// gate and an up column.
 constexpr u32 product0_columns(u32 tile_columns) {

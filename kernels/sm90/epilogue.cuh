@@ -79,10 +79,9 @@ inline void store_group(bool wanted, u8* row, u32 column, u32 i, Value value) {
 }
 
 /// Of a first product of experts: stores the rows of d that are saved for a call of gradients.
-/// `first_row`: of the tile's rows, that of the first warp's.
 template <u32 kRegisters>
 inline void save_rows(const float (&d)[kRegisters], const RankArguments& arguments,
-                      const Task& task, u32 part, u32 first_row = 0) {
+                      const Task& task, u32 part) {
   if (!product_of(task).activated || is_shared(task)) {
     return;
   }
@@ -91,7 +90,7 @@ inline void save_rows(const float (&d)[kRegisters], const RankArguments& argumen
   const u32 first = first_column_of(task, part);
 #pragma unroll
   for (u32 lower = 0; lower < 2; ++lower) {
-    u8* const row = saved_row(arguments, task, first_row + tile_row(lower) + Machine::lane() / 4);
+    u8* const row = saved_row(arguments, task, tile_row(lower) + Machine::lane() / 4);
 #pragma unroll
     for (u32 i = 2 * lower; i < kRegisters; i += kGroup) {
       const u32 column = first + ordered_column(i % kHalf);
@@ -137,11 +136,10 @@ inline void store_coded_result(const float (&d)[kRegisters], const ResultRows& r
 }
 
 /// Takes d, or activation(d) of a first product, to memory. Called by all consumer warps that have
-/// products of the tile. Of a tile of no rows: does the same, and stores nothing. `first_row`: of
-/// the tile's rows, that of the first warp's.
+/// products of the tile. Of a tile of no rows: does the same, and stores nothing.
 template <u32 kRegisters>
-inline void finish_tile(const float (&d)[kRegisters], const Task& task, const Slot& slot, u32 part,
-                        u32 first_row = 0) {
+inline void finish_tile(const float (&d)[kRegisters], const Task& task, const Slot& slot,
+                        u32 part) {
   constexpr u32 kTile = 2 * kRegisters;     // columns
   constexpr u32 kGroup = kOrderedRows / 2;  // accumulators that are as many columns of two rows
   // Eight columns next to each other, of the values value(i) of pairs of accumulators.
@@ -158,7 +156,7 @@ inline void finish_tile(const float (&d)[kRegisters], const Task& task, const Sl
       if (is_coded(task)) {
 #pragma unroll
         for (u32 lower = 0; lower < 2; ++lower) {
-          store_coded_result(d, ResultRows(task, first_row, lower), slot,
+          store_coded_result(d, ResultRows(task, lower), slot,
                              first_column(part, kTile, kShape.hidden), lower);
         }
         return;
@@ -166,7 +164,7 @@ inline void finish_tile(const float (&d)[kRegisters], const Task& task, const Sl
     }
 #pragma unroll
     for (u32 lower = 0; lower < 2; ++lower) {
-      const ResultRows rows(task, first_row, lower);
+      const ResultRows rows(task, lower);
 #pragma unroll
       for (u32 i = 2 * lower; i < kTile / 2; i += 2 * kGroup) {
         rows.store(slot, first_column(part, kTile, kShape.hidden) + i / kGroup * kOrderedRows,
@@ -192,7 +190,7 @@ inline void finish_tile(const float (&d)[kRegisters], const Task& task, const Sl
   if (is_coded(task)) {
 #pragma unroll
     for (u32 lower = 0; lower < 2; ++lower) {
-      const u32 row = result_place(task, first_row + tile_row(lower) + Machine::lane() / 4);
+      const u32 row = result_place(task, tile_row(lower) + Machine::lane() / 4);
       u8* const to = result_row(slot, row, kGeometry.hidden_bytes);
 #pragma unroll
       for (u32 i = 2 * lower; i < kColumns / 2; i += kHiddenGroup / 2) {
@@ -207,7 +205,7 @@ inline void finish_tile(const float (&d)[kRegisters], const Task& task, const Sl
   for (u32 lower = 0; lower < 2; ++lower) {
     const u32 row_bytes = is_shared(task) ? kGeometry.shared_bytes : kGeometry.hidden_bytes;
     const RowBetween row =
-        row_between(task, slot, first_row + tile_row(lower) + Machine::lane() / 4, row_bytes);
+        row_between(task, slot, tile_row(lower) + Machine::lane() / 4, row_bytes);
     u8* const to = row.to + u64{mlp_of(task, part)} * first_product.columns * 2;
 #pragma unroll
     for (u32 i = 2 * lower; i < kColumns / 2; i += kGroup) {

@@ -76,27 +76,6 @@ inline void multiply_narrow(float (&d)[kNarrowColumns / 2], u32 steps, Shared& s
   });
 }
 
-/// d += 64 rows of a tall tile times its weights: the warpgroup's of the first 128. `kMore`: and
-/// `more` += the 64 others times the same.
-template <bool kMore, class Prepare>
-inline void multiply_tall(float (&d)[kNarrowColumns / 2], float (&more)[kNarrowColumns / 2],
-                          u32 steps, u32 group, Shared& shared, RingPosition<kStages>& stage,
-                          Prepare prepare) {
-  hold(more);
-  for_each_step(d, steps, shared, stage, prepare, [&](const Stage& from) {
-    const auto* const rows = reinterpret_cast<const u8*>(&from);
-    const u8* const weights = rows + kTallWeightsPlace;
-#pragma unroll
-    for (u32 k = 0; k < kTileDepth / 16; ++k) {
-      multiply(d, rows + group * kConsumerRows * kSwizzleBytes, weights, k);
-      if constexpr (kMore) {
-        multiply(more, rows + kTileRows * kSwizzleBytes, weights, k);
-      }
-    }
-  });
-  hold(more);
-}
-
 /// A warpgroup whose rows of the tile are empty: it prepares its share, and lets the stages pass.
 template <class Prepare>
 inline void skip_tile(u32 steps, Shared& shared, RingPosition<kStages>& stage, Prepare prepare) {

@@ -21,9 +21,6 @@ static_assert((kGeometry.segment_align == Geometry::kSegmentAlign ? padded_boxes
                   kTileColumns / kWeightBoxRows <=
               Machine::kLanes);
 
-static_assert(!kTall ||
-              padded_boxes(kTallRows) + kNarrowColumns / kNarrowBoxRows <= Machine::kLanes);
-
 static_assert(Geometry::kInPlaceTokens + kNarrowColumns / kNarrowBoxRows <=
               Machine::kLanes / kNarrowDepth);
 
@@ -56,14 +53,9 @@ inline void find_rows(const RankArguments& arguments, const Layout& layout, cons
     return;
   }
   const auto visit = [&](const auto& maps, u32 first, u32 rows) {
-    // Of a tall tile they may be more than the largest box has: whole ones come first.
-    const u32 whole = kTall ? rows / kTileRows : 0;
-    const u32 rest = kTall ? rows % kTileRows : rows;
-    const u32 boxes = whole + Machine::count(rest);
+    const u32 boxes = Machine::count(rows);
     if (index < boxes) {
-      const u32 before = minimum(index, whole) * kTileRows;
-      cut_rows(maps, first + before, index < whole ? kTileRows : rest,
-               place + before * kSwizzleBytes, index < whole ? 0 : index - whole, box);
+      cut_rows(maps, first, rows, place, index, box);
     }
     index -= boxes;  // once found: beyond all that follow
     place += rows * kSwizzleBytes;
@@ -88,7 +80,7 @@ inline void find_rows(const RankArguments& arguments, const Layout& layout, cons
 /// Rows of a box of a part's weights, and its boxes in each step.
 inline u32 weight_box_rows_of(const Task& task) {
   const u32 whole = MOEOS_PLANTED(weight_boxes_end_beyond_the_matrix) ? 128 : kWeightBoxRows;
-  return is_cut_narrow(task) && product_of(task).activated ? kNarrowBoxRows : whole;
+  return task.narrow != 0 && product_of(task).activated ? kNarrowBoxRows : whole;
 }
 inline u32 weight_boxes_of(const Task& task, u32 part) {
   return weighs_tokens(task, part) ? 1 : weight_rows_of(task) / weight_box_rows_of(task);
@@ -119,11 +111,11 @@ inline void find_weights(const RankArguments& arguments, const Task& task, u32 p
   const u32 up = first >= columns ? product.columns - columns : 0;
   const u32 mlp = is_shared(task) ? mlp_of(task, part) : task.local_expert;
   box.of_weights = true;
-  // Nobody else reads a narrow tile's weights, nor a tall one's. L2 is left to what is read again:
-  // rows, tables, code (docs/log/0052-weights-that-pass-through.md).
-  box.policy = is_cut_narrow(task) ? CachePolicy::evict_first : CachePolicy::normal;
+  // Nobody else reads a narrow tile's weights. L2 is left to what is read again: rows, tables, code
+  // (docs/log/0052-weights-that-pass-through.md).
+  box.policy = task.narrow != 0 ? CachePolicy::evict_first : CachePolicy::normal;
   const WeightMaps& maps = is_shared(task) ? arguments.shared : arguments.experts;
-  box.map = !product.activated ? &maps.w2 : is_cut_narrow(task) ? &maps.w1_narrow : &maps.w1;
+  box.map = !product.activated ? &maps.w2 : task.narrow != 0 ? &maps.w1_narrow : &maps.w1;
   box.row = mlp * weight_rows(product) + first_column_of(task, part) + first + up;
   box.place = place + first * weight_row_bytes_of(task, part);
 }
@@ -149,8 +141,7 @@ inline void load_tile(const RankArguments& arguments, const Layout& layout, cons
   Box box;
   box.column = n * box_depth_of(task);
   if (index < weight_boxes) {
-    const u32 weights = is_tall(task) ? kTallWeightsPlace : kWeightsPlace;
-    find_weights(arguments, task, part, index, weights + n * columns * kSwizzleBytes, box);
+    find_weights(arguments, task, part, index, kWeightsPlace + n * columns * kSwizzleBytes, box);
   } else {
     find_rows(arguments, layout, task, index - weight_boxes, n * kNarrowRows * kSwizzleBytes, box);
   }

@@ -65,10 +65,6 @@ inline bool is_shared(const Task& task) { return kShares && moeos::is_shared(kGe
 inline bool is_listed(const Task& task) {
   return kGeometry.plans_itself() && task.from == RowsIn::listed_tokens;
 }
-/// Whether it is a tall tile's.
-inline bool is_tall(const Task& task) { return kTall && moeos::is_tall(kGeometry, task); }
-/// Whether both products of its tile are cut into narrow N-tiles.
-inline bool is_cut_narrow(const Task& task) { return task.narrow != 0 || is_tall(task); }
 /// Whether its rows and weights are codes.
 inline bool is_coded(const Task& task) { return kCoded && !is_shared(task); }
 /// The product of a task.
@@ -112,8 +108,8 @@ static_assert(!kShares ||
 
 /// Rows of weights that a part multiplies by.
 inline u32 weight_rows_of(const Task& task) {
-  const bool narrow = MOEOS_PLANTED(halves_load_whole_weights) ? task.narrow != 0
-                                                               : has_narrow_parts(kGeometry, task);
+  const bool narrow =
+      MOEOS_PLANTED(halves_load_whole_weights) ? task.narrow != 0 : has_narrow_parts(task);
   return narrow ? kNarrowColumns : kTileColumns;
 }
 /// Columns of its product's result that it computes.

@@ -44,8 +44,7 @@ inline void find_results(const RankArguments& arguments, const Rank<Machine>& ra
 /// is padding. Of a first product all rows are one segment, and padding is stored, too: the second
 /// one reads it, and must not read uninitialised memory.
 inline constexpr u32 kNowhere = 0xFFFF;
-inline constexpr u32 kSegmentPlaces = kTall ? 2 * kTileRows : kTileRows;  // a power of two
-static_assert(Geometry::kMaxSegments * kSegmentPlaces < kNowhere);
+static_assert(Geometry::kMaxSegments * kTileRows < kNowhere);
 inline u32 result_place(const Task& task, u32 row) {
   const Sink sink = product_of(task).line.sink;
   if (sink == Sink::between || sink == Sink::tokens_between) {
@@ -56,7 +55,7 @@ inline u32 result_place(const Task& task, u32 row) {
   u32 first = 0;
   for (u32 s = 0; s < task.segment_count; ++s) {
     if (row >= first && row < first + task.segments[s].rows) {
-      return s * kSegmentPlaces + (row - first);
+      return s * kTileRows + (row - first);
     }
     first += MOEOS_PLANTED(segments_results_lie_apart) ? align_up(u32{task.segments[s].rows}, 8U)
                                                        : laid_out_rows(kGeometry, task, s, first);
@@ -65,8 +64,8 @@ inline u32 result_place(const Task& task, u32 row) {
 }
 /// And as an address; of kNowhere one that nobody stores to.
 inline u8* result_row(const Slot& slot, u32 place, u32 row_bytes) {
-  return slot.results[place / kSegmentPlaces % Geometry::kMaxSegments] +
-         u64{place % kSegmentPlaces} * row_bytes;
+  return slot.results[place / kTileRows % Geometry::kMaxSegments] +
+         u64{place % kTileRows} * row_bytes;
 }
 
 /// A first product's row between the products: where it lies, and whether it is stored.
@@ -93,9 +92,8 @@ inline RowBetween row_between(const Task& task, const Slot& slot, u32 row, u32 r
 /// (docs/log/0048-whole-lines-for-links.md).
 class ResultRows {
  public:
-  /// `first`: of the tile's rows, that of the first warp's.
-  ResultRows(const Task& task, u32 first, u32 lower) {
-    const u32 own = first + tile_row(lower) + Machine::lane() / 4;
+  ResultRows(const Task& task, u32 lower) {
+    const u32 own = tile_row(lower) + Machine::lane() / 4;
     first_ = result_place(task, kWholeLines ? own & ~1U : own);
     second_ = kWholeLines ? result_place(task, own | 1U) : first_;
     if constexpr (kWholeLines) {

@@ -69,41 +69,6 @@ inline void compute_columns(const RankArguments& arguments, const Slot& slot, Re
   }
 }
 
-/// A warpgroup's rows of a part of a tall tile: 64 of the first 128, and the first one's 64 others.
-/// `kUsed`: whether a kernel has such tiles.
-template <bool kUsed, class Prepare>
-inline void compute_tall(const RankArguments& arguments, const Slot& slot, ReadyWord word,
-                         const Task& task, u32 group, u32 place, Shared& shared,
-                         RingPosition<kStages>& stage, Prepare prepare) {
-  if constexpr (kUsed) {
-    float d[kNarrowColumns / 2];
-    float more[kNarrowColumns / 2];
-    start_accumulators(d, arguments, task, word.part());
-#pragma unroll
-    for (u32 i = 0; i < kNarrowColumns / 2; ++i) {
-      more[i] = d[i];
-    }
-    if (group == 0) {
-      multiply_tall<true>(d, more, steps_of(task), group, shared, stage, prepare);
-    } else {
-      multiply_tall<false>(d, more, steps_of(task), group, shared, stage, prepare);
-    }
-    stamp_computed(shared, place);
-    // A loop, so that there is one copy of the epilogue.
-#pragma unroll 1
-    for (u32 first = 0; first < (group == 0 ? kTallRows : kTileRows); first += kTileRows) {
-      if constexpr (kSaves) {
-        save_rows(d, arguments, task, slot.word.part(), first);
-      }
-      finish_tile(d, task, slot, slot.word.part(), first);
-#pragma unroll
-      for (u32 i = 0; i < kNarrowColumns / 2; ++i) {
-        d[i] = more[i];
-      }
-    }
-  }
-}
-
 /// A warpgroup's 64 rows of a part: of a tile, of a wide tile that is cut into narrow parts, or of
 /// a narrow tile, of which there is one. `word`: what the slot was given;
 /// `place`: which slot it is.
@@ -137,9 +102,7 @@ MOEOS_INLINED void compute_tile(const RankArguments& arguments, const Slot& slot
         compute_coded<kSecond>(arguments, slot, word, task, group, place, shared, stage);
       }
     }
-  } else if (is_tall(task)) {
-    compute_tall<kTall>(arguments, slot, word, task, group, place, shared, stage, prepare);
-  } else if (has_narrow_parts(kGeometry, task)) {
+  } else if (has_narrow_parts(task)) {
     // The part is read again behind the products: no register is kept for it.
     float d[kNarrowColumns / 2];
     start_accumulators(d, arguments, task, word.part());

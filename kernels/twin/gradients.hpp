@@ -139,7 +139,7 @@ class GradientKernels {
   /// One N-tile of dX = dH * W1, each row written where its owner will combine it; with the first
   /// one goes the gradient of the row's weight.
   void second_product(const Task& task, u32 part) {
-    MOEOS_CHECK(!has_narrow_parts(rank_.geometry(), task));
+    MOEOS_CHECK(!has_narrow_parts(task));
     const u32 first = part * kPlainColumns;
     const u32 columns = minimum(kPlainColumns, shape_.hidden - first);
     for (u32 row = 0; row < task.padded_rows; row += kPanelRows) {

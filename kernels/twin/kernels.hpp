@@ -93,8 +93,7 @@ class TwinKernels {
   void first_product(const Task& task, u32 part) {
     const Element element = operands_.element;
     const Mlps mlps = mlps_of(task);
-    const u32 width = is_cut_narrow(rank_.geometry(), task) ? product0_narrow_columns(shape_)
-                                                            : product0_columns(shape_);
+    const u32 width = task.narrow != 0 ? product0_narrow_columns(shape_) : product0_columns(shape_);
     const u32 parts = ceil_div(mlps.values, width);
     const u32 nth = part / parts;
     const u32 panels = task.padded_rows / kPanelRows;
@@ -153,8 +152,7 @@ class TwinKernels {
   void second_product(const Task& task, u32 part) {
     const Element element = operands_.element;
     const Mlps mlps = mlps_of(task);
-    const u32 width =
-        has_narrow_parts(rank_.geometry(), task) ? product1_narrow_columns(shape_) : kPlainColumns;
+    const u32 width = has_narrow_parts(task) ? product1_narrow_columns(shape_) : kPlainColumns;
     const u32 first = part * width;
     const u32 columns = minimum(width, shape_.hidden - first);
     const u64 weight_row = u64{mlps.first} * shape_.hidden + first;

@@ -84,11 +84,10 @@ static_assert(kGatedColumns % kHiddenGroup == 0 && kPlainColumns % kHiddenGroup 
 class Scratch {
  public:
   Scratch(const Geometry& geometry, const LayerShape& shape)
-      : panels(
-            allocate(panel_floats(maximum(shape.hidden,
-                                          maximum(shape.intermediate, shape.shared_intermediate))) *
-                     ceil_div(maximum(geometry.most_rows(), geometry.route_tokens), kPanelRows))),
-        results(allocate(std::size_t{maximum(geometry.most_rows(), geometry.route_tokens)} *
+      : panels(allocate(panel_floats(maximum(
+                            shape.hidden, maximum(shape.intermediate, shape.shared_intermediate))) *
+                        ceil_div(maximum(geometry.tile_rows, geometry.route_tokens), kPanelRows))),
+        results(allocate(std::size_t{maximum(geometry.tile_rows, geometry.route_tokens)} *
                          result_columns(geometry, shape))),
         more_results(allocate(
             shape.shared_experts > 1 ? std::size_t{geometry.tile_rows} * kPlainColumns : 0)),

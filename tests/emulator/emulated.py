@@ -121,7 +121,6 @@ def build(
     plans_up_front: bool = True,
     between_rows: int | None = None,
     ring_rows: int | None = None,
-    tall_rows: int | None = None,
     places: int = 0,
     gradients: bool = False,
     saves: bool = False,
@@ -132,8 +131,7 @@ def build(
 
     `faults`: the kernel that does what fault plans say. `large_experts`: the kernel believes that
     they are, whatever their size. `plans_up_front`: unless it is false, calls whose counts come in
-    time are planned up front. `between_rows`, `ring_rows`, `tall_rows`: Geometry's, if not the
-    layer's.
+    time are planned up front. `between_rows`, `ring_rows`: Geometry's, if not the layer's.
     `places`: of a rank, where a table says which experts they have.
     `gradients`: the kernel of calls of gradients. `saves`: the kernel that saves rows, or finds
     them saved.
@@ -161,8 +159,6 @@ def build(
         values["GEOMETRY"] = _with_size(values["GEOMETRY"], "between_rows", between_rows)
     if ring_rows is not None:
         values["GEOMETRY"] = _with_size(values["GEOMETRY"], "ring_rows", ring_rows)
-    if tall_rows is not None:
-        values["GEOMETRY"] = _with_size(values["GEOMETRY"], "tall_rows", tall_rows)
     macros = [f"-DMOEOS_{name}={value}" for name, value in values.items()]
     # The stand-ins of what is PTX come first. Several libraries are loaded into one process, each
     # with a kGeometry of its own.

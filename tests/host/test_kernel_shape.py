@@ -13,7 +13,6 @@ import torch
 from moeos import MoEConfig, World, kernel_shape
 from moeos.experts import check_supported
 from moeos.kernel_shape import KernelShape, route_columns
-from moeos.policies import Policy
 from moeos.slicing import Slicing
 from tests.gpu import multi
 from tests.gpu.cases import LARGE_EXPERTS
@@ -232,29 +231,6 @@ def test_worlds_of_two_have_places_in_cells_for_every_row(ranks: int, local: int
 
 def align(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
-
-
-@pytest.mark.parametrize(
-    ("changes", "tall_rows"),
-    [
-        ({}, 192),
-        ({"world_size": 16}, 0),  # more sources than a tile has segments
-        ({"max_tokens": 256}, 0),  # 64 rows of an expert on average
-        ({"weight_format": "fp8_block128"}, 0),
-        ({"slicing": Slicing(policy=Policy("gathered"))}, 0),
-        ({"gradients": True}, 0),
-    ],
-)
-def test_an_expert_is_one_tall_tile_where_it_may_have_many_rows_of_plain_weights(
-    changes: dict[str, Any], tall_rows: int
-) -> None:
-    sizes: dict[str, Any] = {"hidden": 256, "intermediate": 256, "experts": 32, "top_k": 2}
-    of_layer = {name: changes[name] for name in changes.keys() & {"max_tokens", "weight_format"}}
-    cfg = MoEConfig(dtype=torch.bfloat16, **(sizes | {"max_tokens": 300} | of_layer))
-    of_shape: dict[str, Any] = {"world_size": 4, "processors": 131} | {
-        name: changes[name] for name in changes.keys() - of_layer.keys()
-    }
-    assert KernelShape(cfg=cfg, **of_shape).sizes.tall_rows == tall_rows
 
 
 def test_experts_are_large_where_a_cache_cannot_hold_those_of_two() -> None:

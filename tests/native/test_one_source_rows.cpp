@@ -33,10 +33,9 @@ using Planned = Plan<Machine, OneSourceRows<Machine>>;
 constexpr u32 kEpoch = LoneRank::kEpoch;
 constexpr u32 kTurn = 32;  // tiles of a large expert that go by turns
 
-Geometry geometry_of(u32 experts, u32 large_experts, u32 tall_rows = 0) {
+Geometry geometry_of(u32 experts, u32 large_experts) {
   Geometry g = small_geometry(1, experts, 8192);
   g.large_experts = large_experts;
-  g.tall_rows = tall_rows;
   g.up_front_rows = kNarrowRows;
   g.processors = 16;
   return g;
@@ -50,9 +49,9 @@ struct Part {
 /// A rank whose counts come one by one.
 class Alone {
  public:
-  Alone(const std::vector<u32>& rows, u32 large_experts, u32 tall_rows = 0)
+  Alone(const std::vector<u32>& rows, u32 large_experts)
       : rows_(rows),
-        alone_(geometry_of(static_cast<u32>(rows.size()), large_experts, tall_rows)),
+        alone_(geometry_of(static_cast<u32>(rows.size()), large_experts)),
         plan_(OneSourceRows<Machine>(alone_.rank, alone_.call)) {}
   Alone(const Alone&) = delete;
   Alone& operator=(const Alone&) = delete;
@@ -105,9 +104,8 @@ void nothing_is_known_before_all_counts_are_here() {
 
 /// Every row of every expert is in one tile, every tile has each of its parts once in each GEMM,
 /// and all first GEMMs go first.
-void expect_a_whole_plan(const std::vector<u32>& rows, u32 large_experts, u32 tall_rows) {
-  Alone alone(rows, large_experts, tall_rows);
-  const auto is_tall = [&](u32 its) { return kTileRows < its && its <= tall_rows; };
+void expect_a_whole_plan(const std::vector<u32>& rows, u32 large_experts) {
+  Alone alone(rows, large_experts);
   const Geometry& g = alone.geometry();
   const std::vector<Part> parts = alone.parts();
   std::vector<u32> covered(rows.size(), 0);
@@ -118,7 +116,7 @@ void expect_a_whole_plan(const std::vector<u32>& rows, u32 large_experts, u32 ta
   for (u32 expert = 0; expert < rows.size(); ++expert) {
     start[expert] = starts;
     starts += rows[expert];
-    tiles += is_tall(rows[expert]) ? 1 : ceil_div(rows[expert], kTileRows);
+    tiles += ceil_div(rows[expert], kTileRows);
   }
   u32 expected = 0;
   u32 result = 0;
@@ -133,10 +131,8 @@ void expect_a_whole_plan(const std::vector<u32>& rows, u32 large_experts, u32 ta
     expect(part.word.part() < task.parts, "a part is one of its tile's");
     expect(task.tile < tiles, "a tile is one of the call's");
     expect(seen.emplace(task.kind, task.tile, part.word.part()).second, "no part is there twice");
-    const u32 all = rows[task.local_expert];
-    const bool narrow = align_up(all, 8U) <= kNarrowRows || is_tall(all);
-    expect(is_cut_narrow(g, task) == narrow, "experts of few rows are cut narrow, and tall tiles");
-    expect((task.narrow != 0) == (narrow && !is_tall(all)), "tall tiles are no narrow ones");
+    const bool narrow = align_up(rows[task.local_expert], 8U) <= kNarrowRows;
+    expect((task.narrow != 0) == narrow, "experts of few rows are cut narrow");
     const bool half_width = second && !narrow && task.tile + g.tiles_in_halves(tiles) >= tiles;
     expect((task.half_width != 0) == half_width, "the last tiles' second GEMMs are cut in halves");
     if (task.tile < tiles && !known[task.tile]) {
@@ -150,8 +146,7 @@ void expect_a_whole_plan(const std::vector<u32>& rows, u32 large_experts, u32 ta
       expect(task.padded_rows == align_up(task.rows, 8U), "a tile is padded to eights");
       const u32 first = task.segments[0].first_row - start[task.local_expert];
       expect(first % kTileRows == 0 && first + task.rows <= rows[task.local_expert] &&
-                 ((task.rows == kTileRows && !is_tall(all)) ||
-                  first + task.rows == rows[task.local_expert]),
+                 (task.rows == kTileRows || first + task.rows == rows[task.local_expert]),
              "a tile is full, or an expert's last one");
       expect(task.first_result + task.padded_rows <= g.intermediate_rows_max(), "results fit");
     }
@@ -247,15 +242,13 @@ void tiles_of_large_experts_go_by_turns() {
 int main() {
   nothing_is_known_before_all_counts_are_here();
   for (const u32 large : {kSmall, kLarge}) {
-    for (const u32 tall : {0U, 2 * kTileRows}) {
-      expect_a_whole_plan({0, 0, 0}, large, tall);
-      expect_a_whole_plan({1}, large, tall);
-      expect_a_whole_plan({64, 65, 0, 128, 129, 300, 256, 257}, large, tall);
-      expect_a_whole_plan({0, 5000, 0, 12}, large, tall);
-      expect_a_whole_plan({17, 130, 700, 0, 64, 4200}, large, tall);
-      expect_a_whole_plan(std::vector<u32>(64, 3), large, tall);
-      expect_a_whole_plan(std::vector<u32>(40, 200), large, tall);
-    }
+    expect_a_whole_plan({0, 0, 0}, large);
+    expect_a_whole_plan({1}, large);
+    expect_a_whole_plan({64, 65, 0, 128, 129, 300}, large);
+    expect_a_whole_plan({0, 5000, 0, 12}, large);
+    expect_a_whole_plan({17, 130, 700, 0, 64, 4200}, large);
+    expect_a_whole_plan(std::vector<u32>(64, 3), large);
+    expect_a_whole_plan(std::vector<u32>(40, 200), large);
   }
   choices_make_the_plan_of_few_tokens(8, {6, 2});
   choices_make_the_plan_of_few_tokens(8, {0, 5, 5, 0, 3, 5, 6, 5});

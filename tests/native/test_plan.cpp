@@ -59,9 +59,6 @@ Geometry draw_geometry(Random& random, u32 world, u32 experts) {
   Geometry g = small_geometry(world, world * experts, kMaxTokens);
   g.tile_rows = choose(random, {16, 128});
   g.narrow_rows = choose(random, {0, g.tile_rows / 2});
-  g.tall_rows = world <= Geometry::kMaxSegments
-                    ? choose(random, {0, g.tile_rows / 2 * 3, 2 * g.tile_rows})
-                    : 0;
   g.product0_parts = draw(random, 1, 3);
   g.product1_parts = draw(random, 1, 3);
   g.product0_narrow_parts = g.product0_parts * draw(random, 1, 2);
@@ -76,8 +73,7 @@ Geometry draw_geometry(Random& random, u32 world, u32 experts) {
 
 struct Tile {
   u32 expert = 0;
-  bool narrow = false;  // it has narrow parts
-  bool tall = false;
+  bool narrow = false;
   std::vector<Segment> segments;
   u32 result = 0;
 };
@@ -98,8 +94,8 @@ bool add_row(Tile& tile, const Geometry& g, u32 source, u32 row) {
   }
   ++with.segments.back().rows;
   const bool exact = !tile.narrow && g.segment_align == 1;
-  const bool fits = laid_out(with, exact ? 1 : 8) <= (tile.tall ? g.tall_rows : g.tile_rows) &&
-                    with.segments.size() <= (exact ? 7U : 8U);
+  const bool fits =
+      laid_out(with, exact ? 1 : 8) <= g.tile_rows && with.segments.size() <= (exact ? 7U : 8U);
   tile = fits ? with : tile;
   return fits;
 }
@@ -108,14 +104,11 @@ std::vector<Tile> tiles_of(const Geometry& g, const Matrix& rows) {
   std::vector<Tile> tiles;
   for (u32 expert = 0; expert < rows.size(); ++expert) {
     u32 padded = 0;
-    u32 wide = 0;  // rows as wide tiles have them
     for (const u32 its : rows[expert]) {
       padded += align_up(its, 8U);
-      wide += align_up(its, g.segment_align);
     }
-    const bool tall = wide > g.tile_rows && padded <= g.tall_rows;
-    const Tile empty{expert, tall || padded <= g.narrow_rows, tall, {}, 0};
-    for (u32 source = 0; source < g.world && !tall; ++source) {
+    const Tile empty{expert, padded <= g.narrow_rows, {}, 0};
+    for (u32 source = 0; source < g.world; ++source) {
       for (u32 row = 0; row + g.tile_rows <= rows[expert][source]; row += g.tile_rows) {
         tiles.push_back(empty);
         tiles.back().segments = {{row, static_cast<u16>(source), static_cast<u16>(g.tile_rows)}};
@@ -124,7 +117,7 @@ std::vector<Tile> tiles_of(const Geometry& g, const Matrix& rows) {
     Tile open = empty;
     for (u32 source = 0; source < g.world; ++source) {
       const u32 all = rows[expert][source];
-      for (u32 row = tall ? 0 : all / g.tile_rows * g.tile_rows; row < all; ++row) {
+      for (u32 row = all / g.tile_rows * g.tile_rows; row < all; ++row) {
         if (!add_row(open, g, source, row)) {
           tiles.push_back(open);
           open = empty;
@@ -179,8 +172,7 @@ bool is_tile(const Task& made, const Tile& tile, const Geometry& g, u32 awaits) 
   const bool exact = !tile.narrow && g.segment_align == 1;
   u32 rows = 0;
   bool same = made.segment_count == tile.segments.size() && made.local_expert == tile.expert &&
-              (made.narrow != 0) == (tile.narrow && !tile.tall) && is_tall(g, made) == tile.tall &&
-              made.first_result == tile.result &&
+              (made.narrow != 0) == tile.narrow && made.first_result == tile.result &&
               made.padded_rows == align_up(laid_out(tile, exact ? 1 : 8), 8U) &&
               made.epoch == kEpoch && made.awaits == awaits &&
               made.from == product_of(made.kind, false).rows;

@@ -27,13 +27,12 @@ constexpr u32 kSources = 3;
 constexpr u32 kExperts = 2;  // of this rank
 constexpr u32 kEpoch = 3;
 
-/// `between_rows`, `ring_rows`, `tall_rows`: as Geometry's.
-Geometry geometry_of(u32 large_experts, u32 between_rows, u32 ring_rows, u32 tall_rows) {
+/// `between_rows`, `ring_rows`: as Geometry's.
+Geometry geometry_of(u32 large_experts, u32 between_rows, u32 ring_rows) {
   Geometry g = small_geometry(kSources, kSources * kExperts, 600);
   g.large_experts = large_experts;
   g.between_rows = between_rows;
   g.ring_rows = ring_rows;
-  g.tall_rows = tall_rows;
   return g;
 }
 
@@ -44,8 +43,8 @@ using Sent = std::array<u32, kExperts>;
 class Arrivals {
  public:
   Arrivals(u32 large_experts, const std::array<Sent, kSources>& sent, u32 between_rows = 0,
-           u32 ring_rows = 0, u32 tall_rows = 0)
-      : geometry_(geometry_of(large_experts, between_rows, ring_rows, tall_rows)),
+           u32 ring_rows = 0)
+      : geometry_(geometry_of(large_experts, between_rows, ring_rows)),
         layout_(geometry_),
         tasks_(geometry_, memory_.take(RankMemory::bytes(geometry_))),
         os_(geometry_, memory_.take(OsMemory::bytes(geometry_))),
@@ -89,7 +88,7 @@ class Arrivals {
     for (u32 i = 0; i < plan_.tiles(); ++i) {
       const moeos::TileFacts facts = os_.tile_facts[i];
       right = right && facts.local_expert() == tile(i).local_expert &&
-              facts.narrow() == is_cut_narrow(geometry_, tile(i));
+              facts.narrow() == (tile(i).narrow != 0);
     }
     return right;
   }
@@ -191,46 +190,6 @@ void experts_of_few_rows_are_cut_narrow() {
   const Task& last = arrivals.tile(2);
   expect(last.rows == 12 && last.narrow == 0 && last.parts == kParts,
          "twelve rows that are left of 140 are cut as the other 128 are");
-}
-
-constexpr u32 kTallRows = 2 * kTileRows;
-
-void experts_of_two_tiles_at_most_are_one_tall_tile() {
-  for (const u32 large_experts : {kSmall, kLarge}) {
-    Arrivals arrivals(large_experts, {Sent{130, 128}, {20, 120}, {50, 7}}, 0, 0, kTallRows);
-    arrivals.arrive(0, 258);
-    arrivals.arrive(1, 20);
-    expect(!arrivals.news(100), "no full tile of such an expert is made before all rows are here");
-    arrivals.all_arrive();
-    arrivals.news();
-    expect(arrivals.experts() == 12 && arrivals.complete(), "each is one tile");
-    const Task& first = arrivals.tile(0);
-    expect(first.rows == 200 && first.padded_rows == 216 && first.segment_count == 3 &&
-               first.narrow == 0 && first.parts == kNarrowParts && is_intact(first),
-           "of three sources' rows, each padded, and cut into narrow parts");
-    expect(first.segments[0].rows == 130, "also of more than another tile has");
-    const Task& second = arrivals.tile(1);
-    expect(second.padded_rows == kTallRows && second.first_result == 216, "up to 256 rows");
-    expect(arrivals.facts_are_those_of_the_descriptors(), "and so the OS block has them");
-  }
-}
-
-void other_experts_are_no_tall_tile() {
-  Arrivals exact(kSmall, {Sent{43, 257}, {43, 0}, {42, 0}}, 0, 0, kTallRows);
-  exact.all_arrive();
-  exact.news();
-  expect(exact.experts() == 1222 && exact.tile(0).padded_rows == kTileRows,
-         "128 rows fit one wide tile, and 257 are more than a tall one has");
-  Arrivals early(kSmall, {Sent{100, 0}, {100, 0}, {40, 0}}, 0, 0, kTallRows);
-  early.arrive(0, 100);
-  expect(early.no_news(0, 1) && early.tile(0).rows == 100, "what is packed early is a wide tile");
-  early.all_arrive();
-  early.news();
-  expect(early.tiles() == 3 && early.complete(), "and so is what comes behind it");
-  Arrivals rings(kSmall, {Sent{200, 200}, {10, 10}, {20, 20}}, 0, 320, kTallRows);
-  rings.arrive(0, 320);
-  expect(rings.geometry().overflows(400) && rings.news() && rings.tile(0).rows == kTileRows,
-         "a source that waits for places gets its full tiles");
 }
 
 void segments_of_wide_tiles_lie_side_by_side() {
@@ -379,8 +338,6 @@ int main() {
   idle_processors_get_rows_of_the_fullest_expert();
   several_experts_are_packed_at_once();
   experts_of_few_rows_are_cut_narrow();
-  experts_of_two_tiles_at_most_are_one_tall_tile();
-  other_experts_are_no_tall_tile();
   segments_of_wide_tiles_lie_side_by_side();
   a_plan_is_complete_when_all_rows_are_in_tiles();
   a_plan_without_rows_is_complete_when_all_have_said_so();

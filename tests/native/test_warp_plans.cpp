@@ -85,7 +85,6 @@ Geometry geometry_of(u32 world, u32 local_experts, bool narrow, u32 large_expert
   g.up_front_rows = kNarrowRows;
   g.large_experts = large_experts;
   g.processors = 16;
-  g.tall_rows = narrow ? 2 * kTileRows : 0;
   if (!narrow) {
     g.narrow_rows = g.product0_narrow_parts = g.product1_narrow_parts = 0;
   }

@@ -79,7 +79,7 @@ void make_gradient_world(RandomWorld& world) {
   shape.shared_experts = shape.shared_intermediate = 0;
   shape.shared_gate = false;
   g.shared_bytes = g.shared0_parts = g.shared0_narrow_parts = 0;
-  g.narrow_rows = g.tall_rows = g.product0_narrow_parts = g.product1_narrow_parts = 0;
+  g.narrow_rows = g.product0_narrow_parts = g.product1_narrow_parts = 0;
   const GradientRows rows(g, shape, Element::kFloat32);
   g.row_bytes = g.sent_bytes = g.returned_bytes = rows.sent_bytes();
   g.hidden_bytes = rows.kept_bytes();

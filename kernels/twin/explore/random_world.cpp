@@ -295,9 +295,6 @@ RandomWorld draw_world(Random& random, Extent extent) {
     shape.shared_gate = draw(random, 0, 1) == 0;
   }
   Random aside = random;  // so that a seed means the same calls, in the same order, in any format
-  if (g.world <= Geometry::kMaxSegments && draw(aside, 0, 1) == 0) {
-    g.tall_rows = 2 * g.tile_rows;
-  }
   if (draw(aside, 0, 3) == 0) {  // with last scales that have fewer columns than a layer's do
     world.shape.weight_format = static_cast<WeightFormat>(draw(aside, 1, 6));
     if (is_fp8(world.shape.weight_format) && draw(aside, 0, 1) == 0) {  // of another size, then
