@@ -7,6 +7,7 @@ noticed here.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
@@ -110,23 +111,42 @@ def test_processes_side_by_side_try_different_seeds(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_run_that_ends_its_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]  # of each process
+
     def run(seed: int, scenario: str, strategy: str) -> _twin.Outcome:
         if (seed, scenario, strategy) == (7, "die", "priority"):
             os.kill(os.getpid(), signal.SIGKILL)
+        now[0] = 100.0 if seed >= 8 else 0.0  # its seconds are over
         return _twin.explore(seed, 0, 0)
 
     monkeypatch.setattr(explore, "run", run)
+    monkeypatch.setattr(explore, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
     [wrong] = explore.explore_side_by_side(4, seconds=0.2, jobs=2).wrong
     assert wrong == Wrong(7, "die", "priority", "the process died with exit code -9")
 
 
 def test_a_run_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]  # of each process
+    stuck, this = multiprocessing.get_context("fork").Event(), os.getpid()
+    asked: list[float] = []
+
     def run(seed: int, scenario: str, strategy: str) -> _twin.Outcome:
         if (seed, scenario) == (5, "nic"):
-            time.sleep(60)
+            stuck.set()
+            time.sleep(600)
+        now[0] = 100.0 if seed >= 8 else 0.0  # its seconds are over
         return _twin.explore(seed, 0, 0)
 
+    def monotonic() -> float:
+        """Here it is late when the other process has ended, and this one has begun such a run."""
+        if os.getpid() == this:
+            asked.append(now[0])
+            if len(asked) == 3:  # once for the end, and once for each process
+                assert stuck.wait(120)
+                return 1e6
+        return now[0]
+
     monkeypatch.setattr(explore, "run", run)
-    monkeypatch.setattr(explore, "LONGEST_RUN", 5.0)  # the other process ends within it
+    monkeypatch.setattr(explore, "time", types.SimpleNamespace(monotonic=monotonic))
     [wrong] = explore.explore_side_by_side(4, seconds=0.2, jobs=2).wrong
     assert wrong == Wrong(5, "nic", "random", "the process did not end")

@@ -193,7 +193,7 @@ WORLDS = [
     world(
         "2 ranks, 2 calls, two rows one way, a window of two",
         "windows",
-        100_000,
+        700_000,
         *("EPOCHS=2", "ROWS=2", "WINDOW=2", "ONE_WAY"),
     ),
     world("2 ranks, 2 calls, planned up front, one processor", "up_front", 1_000_000, "PARTS=1"),
