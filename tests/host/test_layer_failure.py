@@ -243,7 +243,7 @@ def test_a_process_that_ends_amid_the_calls_is_named_by_the_others(
             CALLS[world.rank](layer)
 
     before = shared_memory()
-    ranks = process_ranks(rank_main, 4, 2 * DEADLINE, WAYS["one-thread"])
+    ranks = process_ranks(rank_main, 4, LONG_DEADLINE, WAYS["one-thread"])
     for _ in range(4):
         assert amid.acquire(timeout=60)
     time.sleep(0.2)
