@@ -387,13 +387,14 @@ class TilePlan {
   template <bool kWrite>
   Extent merge_sources(u32 expert, bool apart, bool narrow, u32 tile, u32 result) const {
     const u32 tile_rows = layout_.geometry().tile_rows;
-    u32 first = 0;  // slot of what is left of a source: all, where there is one tile
+    const bool all = layout_.geometry().tall_rows != 0 && narrow;  // else it is below a tile
+    u32 first = 0;  // slot of what is left of a source
     u32 words = 0;
     return merge_remainders(
         layout_.geometry(), narrow, apart,
         [&](u32 source) {
           const u32 here = apart && !is_apart(source, expert) ? 0 : ready(source, expert);
-          const u32 left = narrow ? here : here % tile_rows;
+          const u32 left = all ? here : here % tile_rows;
           first = taken(source, expert) + here - left;
           return left;
         },
