@@ -218,7 +218,7 @@ class KernelShape:
         """
         cfg = self.cfg
         plain = cfg.weight_format is None and cfg.shared_weight_format is None
-        gathers = self.slicing.sizes(cfg).get("gathers_rows", 0) != 0
+        gathers = self.slicing.sizes(cfg, self.world_size).get("gathers_rows", 0) != 0
         fits = self.world_size <= _runtime.MAX_SEGMENTS
         many = self.world_size * cfg.max_tokens * cfg.slots > _NARROW_ROWS * cfg.experts
         return _TALL_ROWS if plain and fits and many and not gathers else 0
