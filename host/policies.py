@@ -30,14 +30,10 @@ _COPIES: tuple[Layout, ...] = ("expert_major", "expert_major_persistent")
 """Rows are copied into the order of experts. The paper tells these two apart by the kernel of the
 second product; here both products are one kernel's, which is persistent."""
 
-_NOT_BUILT: dict[str, str] = {
-    "token_major": "keeps rows between the products in the order of tokens, of which the second "
-    "product would load each alone; this kernel's lie in tiles, which are of one expert: pass "
-    "layout='gathered', whose first product reads tokens as that layout's does, or layout='auto'",
-}
+_BY_INDEX: tuple[Layout, ...] = ("token_major", "gathered")
+"""First products read a rank's own tokens where the caller left them."""
 
-LAYOUTS: tuple[Layout, ...] = tuple(name for name in get_args(Layout) if name not in _NOT_BUILT)
-"""Those that a layer can have."""
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 ALL_REDUCE_BYTES = {2: 355e9, 4: 368e9, 8: 470e9}
 """What NCCL's all-reduce sends from each rank, bytes/s, by the ranks. With 4 and 8 from the paper's
@@ -49,8 +45,8 @@ DISPATCH = 5e-6
 COPIED_BYTES = 3.4e12
 """Bytes/s of rows that are copied, read and written (docs/log/0108)."""
 GATHERED_STEP = 0.24e-6
-"""What a step of a first product takes more where its rows are copied from x by index, cp.async's
-(the same): for each full tile of rows, and each part of so many columns."""
+"""What a step of a product takes more where its rows are copied by index, cp.async's (the same):
+for each full tile of rows, and each part of so many columns. It was measured of first products."""
 GATHERED_ROWS, GATHERED_COLUMNS = 128, 256
 BOX = 35e-9
 """A row of few tokens that is loaded by a box of its own (docs/log/0056)."""
@@ -84,7 +80,7 @@ class Policy:
         """
         if self.layout in _COPIES:
             return 0
-        if self.layout == "gathered":
+        if self.layout in _BY_INDEX:
             return int(_runtime.IN_PLACE_TOKENS)
         tokens = 0
         while tokens < _runtime.IN_PLACE_TOKENS and gathers(cfg, tokens + 1):
@@ -96,22 +92,36 @@ class Policy:
         """Whether a rank's own rows are read by index, in calls of any number of tokens
         (Geometry's `gathers_rows`).
         """
-        return self.layout == "gathered"
+        return self.layout in _BY_INDEX
+
+    @property
+    def orders_between(self) -> bool:
+        """Whether rows between the products lie in the order of tokens (Geometry's
+        `between_pairs`).
+        """
+        return self.layout == "token_major"
 
     def sizes(self, cfg: MoEConfig) -> dict[str, int]:
         """Fields of runtime/geometry.def that say it. `cfg`: of a slice."""
         return {
             "in_place_tokens": self.in_place_tokens(cfg),
             "gathers_rows": int(self.gathers_rows),
+            "between_pairs": int(self.orders_between),
         }
 
     def require_fits(self, sizes: _runtime.Sizes) -> None:
         """Raises `ValueError` where a call of the layer cannot be computed as the caller wants."""
         if self.gathers_rows and not sizes.gathers_own_rows:
             raise ValueError(
-                "layout is 'gathered', and what this layer's experts get of a token is not its row "
-                "of x as it stands, with activation_format or apply_router_weight_on_input: leave "
-                "these out, or pass layout='auto'"
+                f"layout is {self.layout!r}, and what this layer's experts get of a token is not "
+                "its row of x as it stands, with activation_format or "
+                "apply_router_weight_on_input: leave these out, or pass layout='auto'"
+            )
+        if self.orders_between and not sizes.between_by_pairs:
+            raise ValueError(
+                f"layout is {self.layout!r}, by which rows between the products lie in the order "
+                "of a rank's own tokens, and here ranks that share out experts send each other "
+                "tokens: pass parallel='tensor' without tensor_ranks, or layout='gathered'"
             )
 
 
@@ -121,8 +131,6 @@ AUTO = Policy()
 
 def require_policy(layout: object, reduce: object) -> Policy:
     """What a layer's arguments say. Raises `ValueError` for others than there are."""
-    if layout in _NOT_BUILT:
-        raise ValueError(f"layout is {layout!r}, which {_NOT_BUILT[str(layout)]}")
     if layout not in LAYOUTS:
         allowed = " or ".join(map(repr, LAYOUTS))
         raise ValueError(f"layout is {layout!r}; it must be {allowed}")
@@ -159,9 +167,13 @@ def gathered_rows(cfg: MoEConfig, tokens: int, ranks: int = 1) -> float:
     """Own rows that first products read by index, in calls of more tokens than are read in place.
     They are listed as those are that are copied. `ranks`: as of `copies`.
     """
-    tiles = tokens * cfg.slots / ranks / GATHERED_ROWS
-    steps = tiles * -(-cfg.w1_rows // GATHERED_COLUMNS) * _steps(cfg)
-    return DISPATCH + steps * GATHERED_STEP / (H200_BLOCKS - 1)
+    return DISPATCH + _gathered_steps(cfg, tokens / ranks, cfg.w1_rows, cfg.hidden)
+
+
+def token_major(cfg: MoEConfig, tokens: int) -> float:
+    """Rows that both products read by index, those of the second one between the two."""
+    second = _gathered_steps(cfg, tokens, cfg.hidden, cfg.intermediate)
+    return gathered_rows(cfg, tokens) + second
 
 
 def boxes(cfg: MoEConfig, tokens: int) -> float:
@@ -170,11 +182,17 @@ def boxes(cfg: MoEConfig, tokens: int) -> float:
     """
     beyond = max(0.0, tokens * BOX - STEP)
     parts = min(cfg.experts, tokens * cfg.slots) * -(-cfg.w1_rows // 128)
-    return _steps(cfg) * beyond * -(-parts // (H200_BLOCKS - 1))
+    return _steps(cfg, cfg.hidden) * beyond * -(-parts // (H200_BLOCKS - 1))
 
 
-def _steps(cfg: MoEConfig) -> int:
-    return -(-cfg.hidden * cfg.dtype.itemsize // STEP_BYTES)
+def _steps(cfg: MoEConfig, depth: int) -> int:
+    return -(-depth * cfg.dtype.itemsize // STEP_BYTES)
+
+
+def _gathered_steps(cfg: MoEConfig, tokens: float, columns: int, depth: int) -> float:
+    """What the steps of a product of so many columns take more where its rows are read by index."""
+    parts = tokens * cfg.slots / GATHERED_ROWS * -(-columns // GATHERED_COLUMNS)
+    return parts * _steps(cfg, depth) * GATHERED_STEP / (H200_BLOCKS - 1)
 
 
 def gathers(cfg: MoEConfig, tokens: int) -> bool:

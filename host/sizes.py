@@ -118,6 +118,7 @@ def layer_sizes(
             "window_rows": _runtime.WINDOW_BYTES // row_bytes,
             "in_place_tokens": _runtime.IN_PLACE_TOKENS,
             "gathers_rows": 0,
+            "between_pairs": 0,
             "trace_events": trace_events,
             "alters_rows": int(
                 cfg.apply_router_weight_on_input or cfg.activation_format is not None

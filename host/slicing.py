@@ -163,9 +163,9 @@ class Slicing:
 
     @property
     def parallel(self) -> Parallel:
-        """The argument that says it. One slice may have a policy, and is no whole expert then."""
+        """The argument that says it. Experts in one slice are whole, unless who adds up is said."""
         if not self.cuts:
-            return "expert" if self.policy == AUTO else "tensor"
+            return "expert" if self.policy.reduce == AUTO.reduce else "tensor"
         return "sharded_tokens" if self.apart else "tensor"
 
     @property

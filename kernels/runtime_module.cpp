@@ -186,6 +186,9 @@ void check_fits(const Geometry& geometry) {
   if (geometry.gathers_own_rows()) {
     limit(u64{geometry.max_tokens} * geometry.row_bytes, std::numeric_limits<u32>::max(),
           "the number of bytes of tokens whose rows are gathered", "max_tokens");
+    const u64 between = geometry.between_by_pairs() ? geometry.intermediate_rows_max() : 0;
+    limit(between * geometry.hidden_bytes, std::numeric_limits<u32>::max(),
+          "the number of bytes between the products, whose rows are gathered", "max_tokens");
   }
   limit(geometry.chunks(), ReadyWord::kTasks, "the number of a peer's chunks");
   if (geometry.sliced()) {
@@ -419,6 +422,9 @@ NB_MODULE(_runtime, module) {
           "gathers_own_rows", [](const Sizes& s) { return s.geometry.gathers_own_rows(); },
           "Whether first products read a rank's own tokens where the caller left them, in any "
           "call.")
+      .def_prop_ro(
+          "between_by_pairs", [](const Sizes& s) { return s.geometry.between_by_pairs(); },
+          "Whether rows between the two products lie in the order of tokens and their pairs.")
       .def_prop_ro("cells", [](const Sizes& s) { return Layout(s.geometry).cells(); })
       .def_prop_ro("intermediate_rows",
                    [](const Sizes& s) { return s.geometry.intermediate_rows_max(); })

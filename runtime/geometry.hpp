@@ -377,8 +377,9 @@ struct Geometry {
   /// Whether a call's do: few tokens of a rank that is alone, which go nowhere. Nothing is
   /// dispatched then, and processors plan by the experts that are chosen, before rows are counted.
   constexpr bool reads_in_place(u32 tokens) const {
-    return plans_itself() && may_await(tokens) && alters_rows == 0 && tokens <= in_place_tokens &&
-           tokens * top_k <= kInPlacePairs;
+    // (A list of tokens does not say which pairs they are.)
+    return plans_itself() && may_await(tokens) && alters_rows == 0 && !between_by_pairs() &&
+           tokens <= in_place_tokens && tokens * top_k <= kInPlacePairs;
   }
 
   // --- Own rows that are read where they are (row_tasks.hpp) ---
@@ -387,6 +388,13 @@ struct Geometry {
   /// rows, and a first product finds the token of each in this list (row_pair). So a call goes its
   /// usual way, with the same flags, and its results have the same bits.
   constexpr bool gathers_own_rows() const { return gathers_rows != 0 && alters_rows == 0; }
+  /// Whether the rows of a pair lie between the two products at the pair's own place, whatever tile
+  /// they are in. The list that says whose token a row is says the pair. It has this rank's own
+  /// rows alone, so nobody else may have rows here: then a tile is one segment. Padding has no
+  /// place.
+  constexpr bool between_by_pairs() const {
+    return between_pairs != 0 && gathers_own_rows() && world == 1;
+  }
 
   // --- The tile plan (tile_plan.hpp), and its bounds ---
 
@@ -471,11 +479,15 @@ struct Geometry {
   /// Whether places between the products are used again, since a call may have more rows. Not where
   /// processors find tiles themselves.
   constexpr bool reuses_places() const {
-    return between_rows != 0 && !plans_itself() && u64{pool_rows()} + tile_rows < tiled_rows_max();
+    return between_rows != 0 && !plans_itself() && !between_by_pairs() &&
+           u64{pool_rows()} + tile_rows < tiled_rows_max();
   }
   /// Rows of the buffer between the products. A tile that begins at the end of the pool ends behind
   /// it.
   constexpr u32 intermediate_rows_max() const {
+    if (between_by_pairs()) {
+      return pairs();
+    }
     return reuses_places() ? pool_rows() + tile_rows : tiled_rows_max();
   }
 

@@ -36,7 +36,8 @@ inline constexpr u32 kTaskKinds = 0
 enum class RowsIn : u32 {
   cells,           ///< of the ranks that sent them, as the tile's segments say; those of this rank
                    ///< may be where the caller left their tokens (Geometry::gathers_own_rows)
-  between,         ///< between the products, from Task::first_result on
+  between,         ///< between the products, from Task::first_result on; or each at its pair's
+                   ///< place (Geometry::between_by_pairs)
   tokens_between,  ///< the same of the shared experts' products
   tokens,          ///< where the caller left them, from token Task::first_result on
   listed_tokens,   ///< there, too: the tokens that Task::tokens lists

@@ -92,8 +92,24 @@ u32 own_place(const Rank<P>& rank, u32 local_expert, const Segment& segment, u32
          (MOEOS_PLANTED(gathered_rows_are_the_first_again) ? row / 2 : row);
 }
 template <Platform P>
+u32 own_pair(const Rank<P>& rank, u32 place) {
+  return *pair_of_row(rank, rank.rank, place);
+}
+template <Platform P>
 u32 own_token(const Rank<P>& rank, u32 place) {
-  return *pair_of_row(rank, rank.rank, place) / rank.geometry().top_k;
+  return own_pair(rank, place) / rank.geometry().top_k;
+}
+/// Of a tile of own rows alone, the pairs that its rows carry, one after the other. Acquired
+/// likewise, and with the first product's counter.
+template <Platform P>
+const u32* pairs_of_tile(const Rank<P>& rank, const Task& task) {
+  MOEOS_CHECK(task.segment_count == 1 && task.segments[0].source == rank.rank);
+  return pair_of_row(rank, rank.rank, own_place(rank, task.local_expert, task.segments[0], 0));
+}
+
+/// Where a pair's row lies between the products (Geometry::between_by_pairs).
+constexpr u32 place_between(u32 pair) {
+  return MOEOS_PLANTED(pairs_share_a_place_between) ? pair & ~1U : pair;
 }
 
 /// A row of a chunk that has landed, and the one that holds its token, as numbers in the cell.

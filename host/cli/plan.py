@@ -345,9 +345,15 @@ def _policy_of(
         costs["gathered"] = policies.boxes(cut, tokens)
     elif gathered.gathers_own_rows:
         costs["gathered"] = policies.gathered_rows(cut, tokens, holders)
-    gathers = sizes.reads_in_place(tokens) or sizes.gathers_own_rows
+    if sizes_of("token_major").between_by_pairs:
+        costs["token_major"] = policies.token_major(cut, tokens)
+    layout: Layout = "expert_major_persistent"
+    if sizes.between_by_pairs:
+        layout = "token_major"
+    elif sizes.reads_in_place(tokens) or sizes.gathers_own_rows:
+        layout = "gathered"
     found: dict[str, Any] = {
-        "layout": "gathered" if gathers else "expert_major_persistent",
+        "layout": layout,
         "seconds_by_layout": costs,
     }
     if slicing.sums:

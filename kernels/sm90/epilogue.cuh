@@ -203,14 +203,14 @@ inline void finish_tile(const float (&d)[kRegisters], const Task& task, const Sl
   }
 #pragma unroll
   for (u32 lower = 0; lower < 2; ++lower) {
-    const u32 row = result_place(task, tile_row(lower) + Machine::lane() / 4);
-    u8* to =
-        result_row(slot, row, is_shared(task) ? kGeometry.shared_bytes : kGeometry.hidden_bytes);
-    to += u64{mlp_of(task, part)} * first_product.columns * 2;
+    const u32 row_bytes = is_shared(task) ? kGeometry.shared_bytes : kGeometry.hidden_bytes;
+    const RowBetween row =
+        row_between(task, slot, tile_row(lower) + Machine::lane() / 4, row_bytes);
+    u8* const to = row.to + u64{mlp_of(task, part)} * first_product.columns * 2;
 #pragma unroll
     for (u32 i = 2 * lower; i < kColumns / 2; i += kGroup) {
       const u32 column = first + ordered_column(i);
-      store_vector(row != kNowhere && (kWholeParts || column < first_product.columns),
+      store_vector(row.stored && (kWholeParts || column < first_product.columns),
                    to + u64{column} * 2, eight_from(i, activated));
     }
   }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of a tile that are read where the caller left their tokens, in any order: this rank's own,
-// where nobody copies these (Geometry::gathers_own_rows).
+// Rows of a tile that are read by index: this rank's own tokens where the caller left them, where
+// nobody copies these (Geometry::gathers_own_rows), and rows between the products where they lie in
+// the order of pairs (Geometry::between_by_pairs).
 //
 // TMA gathers no rows on Hopper, and a box a row takes it 35 ns, of 128 rows 4.5 us a step
 // (docs/log/0056-tokens-where-they-are.md). So the load warp copies them in pieces of 16 bytes, to
@@ -19,6 +20,7 @@
 namespace moeos::sm90 {
 
 inline constexpr bool kGathers = kGeometry.gathers_own_rows();
+inline constexpr bool kPairsBetween = kGeometry.between_by_pairs();
 
 /// Whether a segment's rows are gathered.
 inline bool is_gathered(const Rank<Machine>& rank, const Segment& segment) {
@@ -32,9 +34,12 @@ inline bool is_gathered(const RankArguments& arguments, const Segment& segment) 
 /// The rows of one part that the load warp gathers. Every function by the whole warp.
 class GatheredRows {
  public:
-  GatheredRows(const RankArguments& arguments, const Task& task) : x_(arguments.x_rows) {
+  GatheredRows(const RankArguments& arguments, const Task& task) : from_(arguments.x_rows) {
     if constexpr (kGathers) {
-      if (is_product(task.kind) && !is_shared(kGeometry, task) && task.from == RowsIn::cells) {
+      between_ = kPairsBetween && task.from == RowsIn::between;
+      if (is_product(task.kind) && !is_shared(kGeometry, task) &&
+          (task.from == RowsIn::cells || between_)) {
+        from_ = between_ ? arguments.intermediate_rows : from_;
         find(arguments, task);
       }
     }
@@ -49,11 +54,11 @@ class GatheredRows {
   void copy(u32 step, Stage& stage, Barrier& full) const {
     if constexpr (kGathers) {
       const u32 column = step * (kSwizzleBytes + half_);  // in bytes
-      const PieceSource from(x_ + column);
+      const PieceSource from(from_ + column);
       PieceTarget even(stage.rows + place_);
       PieceTarget odd(stage.rows + (place_ ^ kOddPiece));
       // Zeros beyond a row's end, as of a box.
-      const u32 left = kGeometry.row_bytes - minimum(column, kGeometry.row_bytes);
+      const u32 left = row_bytes() - minimum(column, row_bytes());
       const u32 bytes = piece_byte() < left ? kCopyBytes : 0;
       const u32 bytes_of_half = piece_byte() + half_ < left ? kCopyBytes : 0;
 #pragma unroll
@@ -81,7 +86,12 @@ class GatheredRows {
   static_assert(2 * kRowsAtOnce == 8);
 
   /// Whether no step goes beyond a row's end.
-  static constexpr bool kWholeSteps = kGeometry.row_bytes % (kNarrowDepth * kSwizzleBytes) == 0;
+  static constexpr u32 kStepBytes = kNarrowDepth * kSwizzleBytes;
+  static constexpr bool kWholeSteps = kGeometry.row_bytes % kStepBytes == 0 &&
+                                      (!kPairsBetween || kGeometry.hidden_bytes % kStepBytes == 0);
+
+  /// Of a row, wherever it lies.
+  u32 row_bytes() const { return between_ ? kGeometry.hidden_bytes : kGeometry.row_bytes; }
 
   /// Where in a row of a stage this lane's pieces lie.
   static u32 piece_byte() { return Machine::lane() % kPieces * kCopyBytes; }
@@ -116,7 +126,7 @@ class GatheredRows {
     const u32 piece = Machine::lane() % kPieces;
     place_ = first * kSwizzleBytes + (piece ^ first) * kCopyBytes;
     u32 places[kGroups];
-    u32 tokens[kGroups];  // all asked for before the first is looked at
+    u32 rows[kGroups];  // all asked for before the first is looked at
 #pragma unroll
     for (u32 group = 0; group < kGroups; ++group) {
       // The second half of a narrow tile's stage has the same rows, and their next columns.
@@ -125,7 +135,8 @@ class GatheredRows {
     }
 #pragma unroll
     for (u32 group = 0; group < kGroups; ++group) {
-      tokens[group] = own_token(rank, places[group] == kNone ? 0 : places[group]);
+      const u32 place = places[group] == kNone ? 0 : places[group];
+      rows[group] = between_ ? place_between(own_pair(rank, place)) : own_token(rank, place);
     }
 #pragma unroll
     for (u32 group = 0; group < kGroups; ++group) {
@@ -134,7 +145,7 @@ class GatheredRows {
       const u32 those = Machine::ballot(there);
       some_ |= (those != 0 ? 1U : 0U) << group;
       all_ |= (those == ~0U ? 1U : 0U) << group;
-      u32 begin = tokens[group] * (kGeometry.row_bytes / kCopyBytes) + (of_half ? kPieces : 0);
+      u32 begin = rows[group] * (row_bytes() / kCopyBytes) + (of_half ? kPieces : 0);
       begin = there ? begin : kNone;
 #pragma unroll
       for (u32 n = 0; n < kOfGroup; ++n) {
@@ -164,12 +175,13 @@ class GatheredRows {
     return place;
   }
 
-  u32 piece_[kCopies];  // which this lane copies, of those of all tokens; kNone: none
-  const u8* x_;
-  u32 place_;     // of its first one in a stage
-  u32 half_ = 0;  // columns between the two halves of a narrow tile's stage, in bytes
-  u32 some_ = 0;  // of each group a bit: whether it has some of them,
-  u32 all_ = 0;   // and whether all of its rows are
+  u32 piece_[kCopies];  // which this lane copies, of those of all rows; kNone: none
+  const u8* from_;
+  bool between_ = false;  // whether they lie there
+  u32 place_;             // of its first one in a stage
+  u32 half_ = 0;          // columns between the two halves of a narrow tile's stage, in bytes
+  u32 some_ = 0;          // of each group a bit: whether it has some of them,
+  u32 all_ = 0;           // and whether all of its rows are
   u32 laid_out_ = 0;
 };
 

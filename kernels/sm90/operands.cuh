@@ -60,7 +60,7 @@ inline void find_rows(const RankArguments& arguments, const Layout& layout, cons
     index -= boxes;  // once found: beyond all that follow
     place += rows * kSwizzleBytes;
   };
-  if (task.from == RowsIn::between) {
+  if (!kPairsBetween && task.from == RowsIn::between) {
     visit(arguments.intermediate, task.first_result, task.padded_rows);
     return;
   }

@@ -8,6 +8,7 @@
 #include "kernels/sm90/accumulators.cuh"
 #include "kernels/sm90/arguments.cuh"
 #include "kernels/sm90/block.cuh"
+#include "kernels/sm90/gathered_rows.cuh"
 #include "kernels/sm90/products.cuh"
 #include "kernels/sm90/ptx/store.cuh"
 #include "runtime/packet.hpp"
@@ -24,7 +25,13 @@ inline void find_results(const RankArguments& arguments, const Rank<Machine>& ra
     slot.results[lane] =
         outgoing_results(rank_of_results(arguments, rank), task, task.segments[lane]);
   } else if (task.kind == kFirstProduct.kind && lane == 0) {
-    slot.results[0] = arguments.intermediate_rows + u64{task.first_result} * kGeometry.hidden_bytes;
+    slot.results[0] = arguments.intermediate_rows;
+    if constexpr (kPairsBetween) {
+      const u32* pairs = is_shared(task) ? nullptr : pairs_of_tile(rank, task);
+      slot.results[1] = reinterpret_cast<u8*>(const_cast<u32*>(pairs));
+    } else {
+      slot.results[0] += u64{task.first_result} * kGeometry.hidden_bytes;
+    }
     if (product_of(task).line.sink == Sink::tokens_between) {
       slot.results[0] = arguments.intermediate_rows + kGeometry.shared_between_at() +
                         u64{task.first_result} * kGeometry.shared_bytes;
@@ -59,6 +66,23 @@ inline u32 result_place(const Task& task, u32 row) {
 inline u8* result_row(const Slot& slot, u32 place, u32 row_bytes) {
   return slot.results[place / kTileRows % Geometry::kMaxSegments] +
          u64{place % kTileRows} * row_bytes;
+}
+
+/// A first product's row between the products: where it lies, and whether it is stored.
+struct RowBetween {
+  u8* to;
+  bool stored;
+};
+inline RowBetween row_between(const Task& task, const Slot& slot, u32 row, u32 row_bytes) {
+  if constexpr (kPairsBetween) {
+    if (!is_shared(task)) {
+      const bool there = row < task.rows;
+      const u32 pair = there ? reinterpret_cast<const u32*>(slot.results[1])[row] : 0;
+      return {slot.results[0] + u64{place_between(pair)} * kGeometry.hidden_bytes, there};
+    }
+  }
+  const u32 place = result_place(task, row);
+  return {result_row(slot, place, row_bytes), place != kNowhere};
 }
 
 /// Rows of the second product's results that a thread stores for one half of its accumulators. Of a

@@ -142,7 +142,9 @@ class TwinKernels {
         values[n] = shape_.gated() ? gated(shape_.activation, values[n], values[width + n])
                                    : curve_of(shape_.activation, values[n]);
       }
-      store_between(mlps, task.first_result + row, nth * mlps.values + first, values, columns);
+      if (const u32 place = row_between(task, row); place != kNone) {
+        store_between(mlps, place, nth * mlps.values + first, values, columns);
+      }
     }
   }
 
@@ -318,7 +320,7 @@ class TwinKernels {
                        float* sums, u32 stride) {
     for (u32 row = 0; row < task.padded_rows; row += kPanelRows) {
       float* panel = &scratch_.panels[row / kPanelRows * panel_floats(mlps.values)];
-      const u8* rows = between_at(mlps, task.first_result + row);
+      const u8* rows = rows_between(task, mlps, row);
       if (mlps.coded) {
         pack_codes(rows, mlps.between_bytes, kPanelRows, mlps.values, kHiddenGroup, panel);
       } else {
@@ -448,6 +450,35 @@ class TwinKernels {
     }
     code_numbers(read_token(token, 1.0F), shape_.hidden, kTokenGroup, weight_on_input(token), codes,
                  codes + shape_.hidden);
+  }
+
+  /// Whether rows lie between the products at their pairs' places.
+  bool by_pairs(const Task& task) const {
+    return rank_.geometry().between_by_pairs() && !is_shared(rank_.geometry(), task);
+  }
+  /// Where row `row` of a tile lies between the products; kNone: nowhere.
+  u32 row_between(const Task& task, u32 row) const {
+    if (!by_pairs(task)) {
+      return task.first_result + row;
+    }
+    return row < task.rows ? place_between(pairs_of_tile(rank_, task)[row]) : kNone;
+  }
+  /// A panel's rows of a tile between the products, from row `first` on, side by side; those that
+  /// lie nowhere are zeros.
+  const u8* rows_between(const Task& task, const Mlps& mlps, u32 first) {
+    if (!by_pairs(task)) {
+      return between_at(mlps, task.first_result + first);
+    }
+    for (u32 nth = 0; nth < kPanelRows; ++nth) {
+      u8* const row = scratch_.tokens.get() + u64{nth} * mlps.between_bytes;
+      const u32 place = row_between(task, first + nth);
+      if (place == kNone) {
+        std::memset(row, 0, mlps.between_bytes);
+      } else {
+        std::memcpy(row, between_at(mlps, place), mlps.between_bytes);
+      }
+    }
+    return scratch_.tokens.get();
   }
 
   /// A row between two products: of one expert's values, or of all shared experts'.

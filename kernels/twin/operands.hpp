@@ -96,8 +96,8 @@ class Scratch {
         choice(allocate(geometry.routed_experts() + shape.zero_experts)),
         row(allocate(maximum(shape.hidden, geometry.routed_experts()))),
         token(shape.fp32_router ? std::make_unique<double[]>(shape.hidden) : nullptr),
-        tokens(std::make_unique<u8[]>(std::size_t{Geometry::kInPlaceTokens} * geometry.row_bytes)) {
-  }
+        tokens(std::make_unique<u8[]>(std::size_t{kPanelRows} *
+                                      maximum(geometry.row_bytes, geometry.hidden_bytes))) {}
 
   struct Free {
     void operator()(float* memory) const { ::operator delete[](memory, std::align_val_t{64}); }
@@ -112,7 +112,7 @@ class Scratch {
   Floats choice;                    // what its experts are selected by
   Floats row;                       // one output row; the scores of expert groups
   std::unique_ptr<double[]> token;  // one, for an fp32 router
-  std::unique_ptr<u8[]> tokens;     // rows of a tile that are read in place, side by side
+  std::unique_ptr<u8[]> tokens;     // rows of a panel that are read by index, side by side
 
   static Floats allocate(std::size_t count) {
     return Floats(

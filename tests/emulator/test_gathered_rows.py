@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Own rows that first products read where the caller left their tokens, on the emulated GPU."""
+"""Own rows that first products read where the caller left their tokens, on the emulated GPU, and
+rows between the products that lie in the order of tokens.
+"""
 
 from __future__ import annotations
 
@@ -76,3 +78,56 @@ def test_rows_that_are_gathered_give_the_bits_of_copied_ones(name: str, tmp_path
         cell = slice(begin, begin + shape.sizes.cell_places * shape.sizes.row_bytes)
         assert not gathered._heaps[0][cell].any()
         assert copied._heaps[0][cell].any()
+
+
+TOKEN_MAJOR: dict[str, tuple[dict[str, Any], int]] = {
+    # Rows between the products end amid a step of either kind of tiles.
+    "a rank alone": ({"intermediate": 200, "experts": 5, "bias": True}, 1),
+    "two slices, a shared expert": (
+        {"experts": 4, "shared_experts": 1, "shared_intermediate": 128},
+        2,
+    ),
+    "more experts than a processor plans by": ({"experts": 130, "intermediate": 64}, 1),
+    "pairs that are dropped": (
+        {"experts": 4, "row_map": "capacity", "capacity_factor": 0.5},
+        1,
+    ),
+}
+"""Of a config, what is not usual; how many slices."""
+
+
+@pytest.mark.parametrize("name", all_but(("a rank alone",), TOKEN_MAJOR))
+def test_rows_between_the_products_lie_in_the_order_of_tokens(name: str, tmp_path: Path) -> None:
+    changes, slices = TOKEN_MAJOR[name]
+    sizes = {"hidden": 256, "intermediate": 128, "top_k": 2, "max_tokens": 300}
+    cfg = config(**(sizes | changes), dtype=torch.bfloat16)
+    weights = draw_weights(cfg)
+    layers = []
+    for layout in ("gathered", "token_major"):
+        slicing = Slicing(slices, policy=Policy(layout))  # type: ignore[arg-type]
+        folder = tmp_path / layout
+        folder.mkdir()
+        library = build(cfg, slices, PROCESSORS, folder, slicing=slicing)
+        layers.append(EmulatedLayer(library, weights, slices, patience=40, slicing=slicing))
+    gathered, ordered = layers
+    calls = [draw_call(cfg, tokens, tokens) for tokens in (300, 1, 0, 9)]
+    calls.append(draw_given_call(cfg, 40, 1))  # whose choices are known here, in their order
+    for number, call in enumerate(calls):
+        of_ranks = [call] * slices
+        outputs = ordered(of_ranks, number)
+        for y, same in zip(outputs, gathered(of_ranks, number), strict=True):
+            assert_matches(weights, call, y, f"call {number}")
+            assert torch.equal(y, same), f"call {number}"
+    if slices > 1 or cfg.capacity_factor is not None:
+        return
+    ids = weights.routing(calls[-1]).flatten()
+    x = calls[-1].x.double().repeat_interleave(cfg.top_k, 0)
+    h = torch.einsum("ph,pnh->pn", x, weights.w1.double()[ids])
+    if weights.b1 is not None:
+        h += weights.b1.double()[ids]
+    gate, up = h.chunk(2, 1)
+    expected = (torch.nn.functional.silu(gate) * up)[ids >= 0]
+    rows = ordered._between[0].view(torch.bfloat16)[: len(ids) * cfg.intermediate]
+    between = rows.view(len(ids), cfg.intermediate)[ids >= 0]
+    assert 0 < len(expected) < len(ids)  # a pair without an expert has a place, too
+    assert (between - expected).norm() < 1e-2 * expected.norm()

@@ -143,9 +143,14 @@ def test_a_rank_that_ends_before_it_adds_up_is_told_of() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({}, {"layout": "sorted"}, "'expert_major_persistent' or 'gathered'\n"),
+    ({}, {"layout": "sorted"}, "'token_major' or 'gathered'\n"),
     ({}, {"reduce": "before"}, "it must be 'auto' or 'fused' or 'after'"),
-    ({}, {"layout": "token_major"}, "tiles, which are of one expert: pass layout='gathered'"),
+    ({}, {"layout": "token_major", "parallel": "expert"}, "pass parallel='tensor' without tens"),
+    (
+        {"top_k": 1, "apply_router_weight_on_input": True},
+        {"layout": "token_major"},
+        "layout is 'token_major', and .* not its row of x as it stands",
+    ),
     (
         {"top_k": 1, "apply_router_weight_on_input": True},
         {"layout": "gathered"},
@@ -228,6 +233,43 @@ def test_own_rows_are_gathered_in_calls_of_any_number_of_tokens(
             assert torch.equal(y, same)
 
 
+TOKEN_MAJOR: list[tuple[int, Parallel, dict[str, Any]]] = [
+    (1, "expert", {"dtype": torch.bfloat16}),
+    (2, "tensor", {"shared_experts": 1, "shared_intermediate": 48, "shared_gate": True}),
+    (3, "tensor", {"capacity_factor": 0.5}),
+    (4, "tensor", {"dtype": torch.bfloat16, "weight_format": "int4_group32", "bias": False}),
+]
+
+
+@pytest.mark.parametrize(("ranks", "parallel", "changes"), TOKEN_MAJOR)
+def test_rows_between_the_products_may_lie_in_the_order_of_tokens(
+    ranks: int, parallel: Parallel, changes: dict[str, Any]
+) -> None:
+    sizes = {**SIZES, "hidden": 64, "intermediate": 384, "max_tokens": 300}
+    cfg = config(**(sizes | changes))
+    weights = draw_weights(cfg)
+    calls = [draw_call(cfg, tokens, tokens) for tokens in (300, 33, 1, 0)]
+    calls.append(draw_given_call(cfg, 70, 7, unused=0.5))
+
+    def run(world: World) -> dict[str, list[Tensor]]:
+        found = {}
+        for layout in ("expert_major_persistent", "token_major"):
+            layer = weights.layer(world, parallel=parallel, layout=layout)
+            sizes = layer.experts.engine._sizes  # of the twin
+            # One row for each pair, and none that pads a tile.
+            ordered = layout == "token_major"
+            assert sizes.between_by_pairs == ordered
+            assert (sizes.intermediate_rows == 300 * cfg.top_k) == ordered
+            assert not (ordered and sizes.reads_in_place(1))
+            found[layout] = [call(layer) for call in calls]
+        return found
+
+    for found in virtual.run(run, ranks, twin=moeos.TwinOptions(processors=2)):
+        for call, y, same in zip(calls, *found.values(), strict=True):
+            assert_matches(weights, call, y)
+            assert torch.equal(y, same)
+
+
 def test_no_more_tokens_are_read_in_place_than_a_tile_has_words_for() -> None:
     with pytest.raises(ValueError, match="in_place_tokens is 9, and at most 8 fit"):
         sizes_of(config(**SIZES), 1, 1, rows={"in_place_tokens": 9})
@@ -239,6 +281,7 @@ def test_few_tokens_are_gathered_by_the_costs_and_many_are_not() -> None:
     # What a tile of boxes costs says nothing of rows by index: these cost less here.
     by_index, copied = policies.gathered_rows(QWEN, 8192), policies.copies(QWEN, 8192)
     assert 0.5 * copied < by_index < copied < policies.boxes(QWEN, 8192) / 10
+    assert policies.token_major(QWEN, 8192) > by_index  # both products read by index
     wide = dataclasses.replace(QWEN, intermediate=768)
     assert policies.gathered_rows(wide, 8192) > policies.copies(wide, 8192)
     for layout in ("expert_major", "expert_major_persistent"):

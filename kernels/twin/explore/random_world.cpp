@@ -331,6 +331,7 @@ RandomWorld draw_world(Random& random, Extent extent) {
   g.ring_rows = draw(aside, 0, 1) == 0 ? 0 : draw(aside, 1, small ? 20 : 200);
   g.in_place_tokens = draw(aside, 0, 3) == 0 ? 0 : Geometry::kInPlaceTokens;
   g.gathers_rows = draw(aside, 0, 1);
+  g.between_pairs = g.in_place_tokens == 0 ? draw(aside, 0, 1) : 0;
   return world;
 }
 

@@ -133,6 +133,9 @@ def test_a_plan_of_slices_says_how_a_call_is_computed_and_why() -> None:
     assert plan["call"]["flag_bytes"] == 0 < few["call"]["flag_bytes"]
     assert plan["call"]["tasks"]["combine"] < few["call"]["tasks"]["combine"]
     assert "reduce after; the costs' model" in invoke(QWEN, *options, 8, *forced)[1]
+    plan = planned(QWEN, *options, 4096, "--layout", "token_major")
+    costs = plan["seconds_by_layout"]
+    assert plan["layout"] == max(costs, key=costs.get) == "token_major"
 
 
 def test_a_plan_tells_what_rows_by_index_cost_as_they_were_measured() -> None:
@@ -153,7 +156,7 @@ def test_a_plan_of_whole_experts_says_where_own_rows_are_read() -> None:
     options = ("--ranks", 4, "--tokens", 4096)
     assert planned(QWEN, *options)["layout"] == "expert_major_persistent"
     plan = planned(QWEN, *options, "--layout", "gathered")
-    assert plan["layout"] == "gathered"
+    assert (plan["layout"], plan["parallel"], plan["tensor_ranks"]) == ("gathered", "expert", 1)
     assert "seconds_by_reduce" not in plan
     assert "layout gathered; the costs' model" in invoke(QWEN, *options, "--layout", "gathered")[1]
 
@@ -170,7 +173,10 @@ def test_a_plan_refuses_a_layout_that_the_layer_cannot_have(tmp_path: Path) -> N
         assert list(planned(coded, *options)["seconds_by_layout"]) == ["expert_major_persistent"]
     code, _, err = invoke(QWEN, "--layout", "sorted")
     assert code == 2
-    assert "token_major" not in err
+    assert "'token_major' or 'gathered'" in " ".join(err.split())
+    code, _, err = invoke(QWEN, "--ranks", 2, "--layout", "token_major")
+    assert code == 2
+    assert "pass parallel='tensor' without tensor_ranks" in " ".join(err.split())
 
 
 def test_a_plan_of_slices_with_tokens_of_each_ranks_own_has_no_sums() -> None:

@@ -242,6 +242,12 @@ def test_a_layout_of_slices_is_what_the_options_say(config: Path) -> None:
     assert "pass parallel='tensor'" in err
 
 
+def test_a_layout_of_whole_experts_leaves_them_whole(config: Path) -> None:
+    document = results(config, "--virtual-ranks", 2, "--layout", "gathered")
+    said = [document[name] for name in ("parallel", "tensor_ranks", "layout")]
+    assert said == ["expert", 1, "gathered"]
+
+
 def test_processes_add_up_partial_sums_behind_the_kernel(config: Path, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     options = ("--parallel", "tensor", "--reduce", "after", "--backend", "twin")
