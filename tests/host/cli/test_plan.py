@@ -135,7 +135,8 @@ def test_a_plan_of_slices_says_how_a_call_is_computed_and_why() -> None:
     assert "reduce after; the costs' model" in invoke(QWEN, *options, 8, *forced)[1]
     plan = planned(QWEN, *options, 4096, "--layout", "token_major")
     costs = plan["seconds_by_layout"]
-    assert plan["layout"] == max(costs, key=costs.get) == "token_major"
+    assert plan["layout"] == "token_major"
+    assert costs["token_major"] > costs["gathered"]
 
 
 def test_a_plan_tells_what_rows_by_index_cost_as_they_were_measured() -> None:

@@ -45,7 +45,7 @@ AGREES = {torch.float32: 1e-4, torch.bfloat16: 0.02}
 """The largest relative distance between two contestants' outputs."""
 
 EE = "EE"
-LAYOUTS: tuple[Layout, ...] = ("auto", "expert_major_persistent", "gathered")
+LAYOUTS: tuple[Layout, ...] = ("auto", "expert_major_persistent", "gathered", "token_major")
 
 STAGES = {
     "align": ROUTE,
@@ -207,10 +207,7 @@ class _Study:
             "auto": self._experts(whole, self._world, "auto"),
             "fused": self._experts(whole, self._world, "auto", "fused"),
             "after": self._experts(whole, self._world, "auto", "after"),
-            "expert_major_persistent": self._experts(
-                whole, self._world, "expert_major_persistent", "fused"
-            ),
-            "gathered": self._experts(whole, self._world, "gathered", "fused"),
+            **{it: self._experts(whole, self._world, it, "fused") for it in LAYOUTS[1:]},
         }
         for tokens in suite.tokens:
             inputs = self._inputs(slice_, tokens)

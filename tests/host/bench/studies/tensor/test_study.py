@@ -53,13 +53,13 @@ def test_every_case_has_all_contestants(results: dict[str, Any]) -> None:
     assert results["benchmark"] == "tensor-twin-2"
     cases = [(case["intermediate"], case["tokens"]) for case in results["alone"]]
     assert cases == [(width, tokens) for width in (16, 32) for tokens in COUNTS]
-    layouts = ["EE", "auto", "expert_major_persistent", "gathered"]
+    layouts = ["EE", "auto", "expert_major_persistent", "gathered", "token_major"]
     for case in results["alone"]:
         assert list(case["times"]) == layouts
         assert list(case["stages"]) == (layouts if case["intermediate"] == 16 else [])
     policies = ["EE", "auto", "fused", "after", "expert_major_persistent"]
     for case in results["together"]:
-        assert list(case["times"]) == [*policies, "gathered", "products", "chain"]
+        assert list(case["times"]) == [*policies, "gathered", "token_major", "products", "chain"]
         assert 1 <= case["touched"] <= min(8, 2 * case["tokens"])
     for case in results["alone"] + results["together"]:
         assert max(case["distance"].values()) < 1e-4
@@ -71,7 +71,8 @@ def test_every_case_has_all_contestants(results: dict[str, Any]) -> None:
 def test_a_layout_that_gathers_permutes_nothing(results: dict[str, Any]) -> None:
     of_few = results["alone"][0]["stages"]
     assert of_few["auto"]["permute"] == of_few["gathered"]["permute"] == 0
-    for stages in (of_few["expert_major_persistent"], results["alone"][1]["stages"]["auto"]):
+    of_many = results["alone"][1]["stages"]["auto"]
+    for stages in (of_few["expert_major_persistent"], of_few["token_major"], of_many):
         assert min(stages.values()) > 0
 
 
