@@ -473,7 +473,7 @@ FAULTS = {
     ),
     "old_choices_are_planned_by": Fault("explorer", "", seed=577),
     "gathered_rows_are_the_first_again": Fault("explorer", "gives a wrong result"),
-    "pairs_share_a_place_between": Fault("explorer", "gives a wrong result"),
+    "pairs_share_a_place_between": Fault("explorer", "gives a wrong result", seed=189),
     "tiles_in_place_have_other_tokens": Fault("explorer", "gives a wrong result", seed=12),
     "unsent_tokens_do_not_await_routing": Fault(
         "explorer", "gives a wrong result|without a fault", seed=77
