@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Own rows that first products read where the caller left their tokens: virtual ranks of one GPU.
+"""Own rows that first products read where the caller left their tokens, and rows between the
+products in the order of tokens: virtual ranks of one GPU.
 
 Every output has the bits of a layer that copies its rows, and is the reference's.
 """
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moeos import MoEConfig, World, virtual
+from moeos.policies import Layout
 from moeos.slicing import Parallel
 from tests.gpu.cases import (
     DEADLINE,
@@ -33,7 +35,7 @@ CFG = config(
 CASES: dict[str, tuple[MoEConfig, int, Parallel]] = {
     "a rank alone": (CFG, 1, "expert"),
     "rows that end amid a step": (
-        dataclasses.replace(CFG, hidden=1000, dtype=torch.float16, bias=True),
+        dataclasses.replace(CFG, hidden=1000, intermediate=488, dtype=torch.float16, bias=True),
         *(1, "expert"),
     ),
     "many experts": (dataclasses.replace(CFG, experts=256, top_k=8), 1, "expert"),
@@ -46,18 +48,21 @@ CASES: dict[str, tuple[MoEConfig, int, Parallel]] = {
     ),
 }
 TOKENS = (3000, 1, 700, 64, 9, 0, 129)
+TOKEN_MAJOR = ("a rank alone", "rows that end amid a step", "many experts", "two slices")
+"""Cases in which nobody else has rows for a rank."""
+LAYERS = [(name, "gathered") for name in CASES] + [(name, "token_major") for name in TOKEN_MAJOR]
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_gathered_rows_give_the_bits_of_copied_ones(case: tuple[MoEConfig, int, Parallel]) -> None:
-    cfg, ranks, parallel = case
+@pytest.mark.parametrize(("name", "layout"), LAYERS)
+def test_rows_by_index_give_the_bits_of_copied_ones(name: str, layout: Layout) -> None:
+    cfg, ranks, parallel = CASES[name]
     weights = draw_weights_on_gpu(cfg)
     calls = [draw_routed_call(weights, tokens, tokens) for tokens in TOKENS]
     calls.append(call_on_gpu(draw_given_call(cfg, 900, 1, unused=0.3)))
 
     def run(world: World) -> tuple[list[Tensor], list[Tensor]]:
         copied = weights.layer(world, parallel=parallel, layout="expert_major_persistent")
-        gathered = weights.layer(world, parallel=parallel, layout="gathered")
+        gathered = weights.layer(world, parallel=parallel, layout=layout)
         pairs = [
             (copied(*given), gathered(*given))
             for call in calls
