@@ -186,6 +186,8 @@ class Sizes:
     @property
     def gathers_rows(self) -> int: ...
     @property
+    def between_pairs(self) -> int: ...
+    @property
     def alters_rows(self) -> int: ...
     @property
     def shared_bytes(self) -> int: ...
@@ -244,6 +246,12 @@ class Sizes:
     def gathers_own_rows(self) -> bool:
         """
         Whether first products read a rank's own tokens where the caller left them, in any call.
+        """
+
+    @property
+    def between_by_pairs(self) -> bool:
+        """
+        Whether rows between the two products lie in the order of tokens and their pairs.
         """
 
     @property

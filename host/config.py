@@ -111,7 +111,7 @@ class MoEConfig:
             chooses, and the layer's gate may weigh (experts hashed by tokens' numbers). "caller":
             the caller chooses and weighs, by a rule that is not here. With the last two a call
             without topk_ids raises.
-        layout: the family whose checkpoints the weights are read from, a row of
+        family: the family whose checkpoints the weights are read from, a row of
             docs/checkpoints.md; `from_hf` sets it. None: names alone decide. It is no part of what
             the layer computes, and ranks may differ in it.
         router_bias: the layer holds an fp32 bias [E], `gate.bias`, that is added to the logits
@@ -192,7 +192,7 @@ class MoEConfig:
     swiglu_alpha: float | None = None
     bias: bool = False
     routing: Routing = "layer"
-    layout: str | None = None
+    family: str | None = None
     router_bias: bool = False
     expert_scale: bool = False
     apply_router_weight_on_input: bool = False
@@ -225,10 +225,10 @@ class MoEConfig:
         self._check_choice("scoring", get_args(Scoring))
         self._check_choice("group_score", get_args(GroupScore))
         self._check_choice("routing", get_args(Routing))
-        if self.layout is not None:
+        if self.family is not None:
             from moeos.checkpoints.families import FAMILIES  # which none but a checkpoint needs
 
-            self._check_choice("layout", tuple(FAMILIES))
+            self._check_choice("family", tuple(FAMILIES))
         self._check_choice("swiglu_clamp", get_args(Clamp))
         if self.row_map is not None:
             self._check_choice("row_map", get_args(RowMap))
@@ -364,7 +364,7 @@ class MoEConfig:
         return range(first, end)
 
     def digest(self) -> str:
-        """All fields but `layout` as one line of JSON: equal exactly when two layers are the same.
+        """All fields but `family` as one line of JSON: equal exactly when two layers are the same.
 
         The row map, the limit and alpha are the resolved ones. It is what ranks send each other to
         compare; see `digest_differences`.
@@ -374,7 +374,7 @@ class MoEConfig:
         if self.router_dtype is not None:
             fields["router_dtype"] = _dtype_name(self.router_dtype)
         fields["row_map"] = self.resolved_row_map
-        del fields["layout"]
+        del fields["family"]
         fields["swiglu_limit"] = self.resolved_swiglu_limit
         fields["swiglu_alpha"] = self.resolved_swiglu_alpha
         return json.dumps(fields)

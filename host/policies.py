@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a call of a layer whose ranks have the same tokens is computed: where rows of the first
-products are read (`layout`), and who adds up the partial sums of slices (`reduce`).
+"""How a call of a layer whose ranks have the same tokens is computed: where rows of the products
+lie (`layout`), and who adds up the partial sums of slices (`reduce`).
 
 The names are those of the paper on layouts under tensor parallelism. `docs/tensor_parallel.md` says
 what each is here, and what the costs are made of. This file knows configs and rates, and nothing of
@@ -19,7 +19,7 @@ from moeos.formats import FORMATS
 from moeos.rates import H200_BLOCKS, H200_LINK_BYTES, H200_MEMORY_BYTES, expert_rate
 
 Layout = Literal["auto", "expert_major", "expert_major_persistent", "token_major", "gathered"]
-"""Where first products read rows."""
+"""Where first products read rows, and where rows between the products lie."""
 
 Reduce = Literal["auto", "fused", "after"]
 """Who adds up partial sums: the kernel, or torch.distributed behind it."""
@@ -61,7 +61,7 @@ class Policy:
     """What a layer's caller wants; "auto" leaves it to the costs.
 
     Attributes:
-        layout: where first products read rows.
+        layout: where rows of the products lie.
         reduce: who adds up partial sums.
     """
 

@@ -53,7 +53,7 @@ def load_block(
 
     docs/checkpoints.md lists the families whose blocks are understood, under the names of
     checkpoint files and under those of transformers' modules. Names decide how a block is read, and
-    `cfg.layout` where several layouts have the same names; shapes never do. Only this rank's
+    `cfg.family` where several layouts have the same names; shapes never do. Only this rank's
     experts are read: where experts are stored one by one only these are looked up, and of a tensor
     of all experts in a file (`open_tensors`) only their part.
 

@@ -513,7 +513,7 @@ FAMILIES: dict[str, Family] = {
         works={"enable_moe_block": (True,)},
     ),
 }
-"""By the name that a config's `layout` has."""
+"""By the name that a config's `family` has."""
 
 BY_MODEL_TYPE = {
     model_type: name for name, family in FAMILIES.items() for model_type in family.model_types

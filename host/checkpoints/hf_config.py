@@ -31,7 +31,7 @@ def config_from_hf(
             raise TypeError(f"{switch} is {value!r}; it must be True or False")
     name, values = _family_of(quantization_configs.table_of("config", config))
     family = FAMILIES[name]
-    fields: dict[str, Any] = {"layout": name, "routing": family.routing}
+    fields: dict[str, Any] = {"family": name, "routing": family.routing}
     if "dtype" not in changes:
         fields["dtype"] = _dtype_of(values)
     if layer is not None:

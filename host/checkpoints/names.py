@@ -156,16 +156,16 @@ def _best(
             )
             raise ValueError(
                 f"the names under {prefix!r} are those of several layouts ({said}), and shapes do "
-                "not tell which: set the config's layout to the model's family, as "
+                "not tell which: set the config's family to the model's, as "
                 f"MoEConfig.from_hf does; it is one of {', '.join(families)}"
             )
     return nearest[0]
 
 
 def _candidates(cfg: MoEConfig) -> tuple[Layout, ...]:
-    if cfg.layout is None:
+    if cfg.family is None:
         return layouts.LAYOUTS
-    return FAMILIES[cfg.layout].layouts
+    return FAMILIES[cfg.family].layouts
 
 
 def _look(layout: Layout, below: Mapping[str, list[str]], ignored: tuple[str, ...]) -> _Look:
@@ -255,7 +255,7 @@ def _not_used(unused: list[str], prefix: str, look: _Look, cfg: MoEConfig) -> st
     known = {*look.missing, *_parts_of(look.layout), *_own_names(look.layout)}
     alike = difflib.get_close_matches(_NUMBER.sub("{}", name), known, n=_NEAREST, cutoff=0.0)
     missing = f", in which {', '.join(map(repr, look.missing))} is missing" if look.missing else ""
-    of = f"layout {cfg.layout!r}" if cfg.layout is not None else f"the layout {look.layout.name!r}"
+    of = f"layout {cfg.family!r}" if cfg.family is not None else f"the layout {look.layout.name!r}"
     return (
         f"{prefix}{name}{others} is not understood in {of}{missing}; the nearest names are "
         f"{', '.join(map(repr, alike))}"

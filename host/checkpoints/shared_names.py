@@ -43,7 +43,7 @@ def find(cfg: MoEConfig, every: Sequence[str], prefix: str) -> SharedNames:
     rows = [row for row in _candidates(cfg) if row.gated == cfg.gated]
     if not rows:
         raise ValueError(
-            f"shared_experts is {cfg.shared_experts}, and blocks of layout {cfg.layout!r} have "
+            f"shared_experts is {cfg.shared_experts}, and blocks of family {cfg.family!r} have "
             f"none that activation {cfg.activation!r} fits: set shared_experts=0"
         )
     names = set(every)
@@ -87,9 +87,9 @@ def why_unused(cfg: MoEConfig, name: str) -> str:
 
 
 def _candidates(cfg: MoEConfig) -> Sequence[SharedLayout]:
-    if cfg.layout is None:
+    if cfg.family is None:
         return layouts.SHARED
-    shared = FAMILIES[cfg.layout].shared
+    shared = FAMILIES[cfg.family].shared
     return () if shared is None else shared.layouts
 
 

@@ -30,7 +30,7 @@ LayoutOption = Annotated[
     str,
     typer.Option(
         "--layout",
-        help="With --parallel expert or tensor, where first products read a rank's own rows: "
+        help="With --parallel expert or tensor, where products read a rank's own rows: "
         + ", ".join(LAYOUTS)
         + ".",
     ),

@@ -38,7 +38,7 @@ def _code(names: Sequence[str]) -> str:
 
 def families() -> str:
     """A row a family."""
-    heads = ("Models", "`model_type`", "`layout`", "Stored as", "Routing", "Activation")
+    heads = ("Models", "`model_type`", "`family`", "Stored as", "Routing", "Activation")
     rows = [
         (
             family.said,

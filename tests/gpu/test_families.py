@@ -34,7 +34,7 @@ def block_of(name: str) -> TinyBlock:
 def kernels() -> None:
     """The kernels of all families are compiled, side by side, before the first test."""
     configs = dict.fromkeys(
-        dataclasses.replace(block_of(name).config, layout=None) for name in NAMES
+        dataclasses.replace(block_of(name).config, family=None) for name in NAMES
     )
     compile_cases([Case(RANKS, cfg) for cfg in configs], blocks())
 

@@ -201,7 +201,7 @@ def test_what_a_config_does_not_say_is_what_transformers_takes_for_it(name: str)
     config = made(**needed).get_text_config()
     absent = {"model_type": config.model_type, **needed}
     assert MoEConfig.from_hf(absent, **changes) == MoEConfig.from_hf(config, **changes)
-    assert MoEConfig.from_hf(config, **changes).layout == row.family
+    assert MoEConfig.from_hf(config, **changes).family == row.family
 
 
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -275,7 +275,7 @@ def test_the_config_of_a_published_model_is_the_one_in_configs(name: str) -> Non
     actual = MoEConfig.from_hf(
         PUBLISHED[name], layer=3, shared=False, dequantize=True, max_tokens=expected.max_tokens
     )
-    assert dataclasses.replace(actual, layout=None, router_dtype=None) == expected
+    assert dataclasses.replace(actual, family=None, router_dtype=None) == expected
 
 
 _V4: dict[str, Any] = {
@@ -394,9 +394,9 @@ def test_a_config_as_files_have_it_gives_the_rules_of_its_family(name: str) -> N
 def test_the_text_model_of_several_kinds_of_input_is_taken() -> None:
     text = {**PUBLISHED["deepseek-v3"], "model_type": "kimi_k2"}
     cfg = MoEConfig.from_hf({"model_type": "kimi_k25", "text_config": text, "dtype": "float16"})
-    assert (cfg.layout, cfg.dtype) == ("deepseek_v3", torch.float16)
+    assert (cfg.family, cfg.dtype) == ("deepseek_v3", torch.float16)
     unnamed = {"model_type": "qwen3_5_moe", "text_config": {"hidden_size": 64}}
-    assert MoEConfig.from_hf(unnamed).layout == "qwen3_5_moe"
+    assert MoEConfig.from_hf(unnamed).family == "qwen3_5_moe"
 
 
 def changed(**fields: Any) -> dict[str, Any]:
@@ -542,7 +542,7 @@ def test_a_layer_that_cannot_route_as_its_model_does_says_so_before_it_computes(
 def test_projections_around_the_experts_are_the_callers_and_the_error_says_how() -> None:
     block = tiny("nemotron_h_latent")
     cfg = block.config
-    assert (cfg.hidden, cfg.routing, cfg.layout) == (32, "caller", "nemotron_h")
+    assert (cfg.hidden, cfg.routing, cfg.family) == (32, "caller", "nemotron_h")
     shared = FAMILIES["nemotron_h"].shared_names
 
     def load(ignore: Sequence[str]) -> dict[str, Tensor]:

@@ -274,7 +274,7 @@ def test_deepseek_v4_stores_scales_as_scale_beside_fp8_and_fp4() -> None:
         names, w1, w2 = block(how)
         for old, new in renamed.items():
             names = {name.replace(old, new): tensor for name, tensor in names.items()}
-        whole = read(config(layout="deepseek_v4"), names)
+        whole = read(config(family="deepseek_v4"), names)
         assert_close(whole["w1"], w1)
         assert_close(whole["w2"], w2)
 
@@ -501,7 +501,7 @@ def test_mxfp4_is_kept_with_gate_and_up_apart() -> None:
         names[f"{PREFIX}experts.{matrix}_bias"] = torch.zeros(EXPERTS, rows)
         numbers = small_float(nibbles(pairs), 2, 1)
         meanings[matrix] = numbers * scale.repeat_interleave(32, -1)
-    rules = {"bias": True, "router_bias": True, "activation": "swigluoai", "layout": "gpt_oss"}
+    rules = {"bias": True, "router_bias": True, "activation": "swigluoai", "family": "gpt_oss"}
     cfg = config(weight_format="mxfp4", **rules)
     whole = held(cfg, names)
     both = meanings["gate_up_proj"]
@@ -525,7 +525,7 @@ def test_deepseek_v4s_scales_are_kept_beside_fp8_and_fp4() -> None:
         names, w1, w2 = block(how)
         for old, new in renamed.items():
             names = {name.replace(old, new): tensor for name, tensor in names.items()}
-        cfg = config(layout="deepseek_v4", weight_format=name)
+        cfg = config(family="deepseek_v4", weight_format=name)
         whole = held(cfg, names)
         assert_as_expected(cfg, whole, EXPERTS)
         assert torch.equal(meant(cfg, whole, "w1"), w1)

@@ -47,7 +47,7 @@ def test_names_of_two_layouts_need_the_config_to_say_which() -> None:
     names = with_router(transposed=True)
     message = (
         f"the names under {PREFIX!r} are those of several layouts (stacked or stacked, "
-        "transposed), and shapes do not tell which: set the config's layout to the model's family"
+        "transposed), and shapes do not tell which: set the config's family to the model's"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         load_block(config(), names, PREFIX, 0, 1)
@@ -56,10 +56,10 @@ def test_names_of_two_layouts_need_the_config_to_say_which() -> None:
 def test_a_square_matrix_is_transposed_where_the_layout_says_so_and_only_there() -> None:
     names = with_router(transposed=False)
     down = names[PREFIX + "experts.down_proj"]
-    jamba = load_block(config(layout="jamba"), names, PREFIX, 0, 1)
+    jamba = load_block(config(family="jamba"), names, PREFIX, 0, 1)
     assert torch.equal(jamba["w2"], down)
     names[PREFIX + "experts.gate_up_proj"] = names[PREFIX + "experts.gate_up_proj"].mT
-    llama4 = load_block(config(layout="llama4"), names, PREFIX, 0, 1)
+    llama4 = load_block(config(family="llama4"), names, PREFIX, 0, 1)
     assert torch.equal(llama4["w2"], down.mT)
     assert torch.equal(llama4["w1"], jamba["w1"])
 
@@ -67,7 +67,7 @@ def test_a_square_matrix_is_transposed_where_the_layout_says_so_and_only_there()
 def test_a_square_matrix_under_a_name_of_another_layout_is_refused() -> None:
     names = with_router(transposed=False)
     with pytest.raises(ValueError, match=r"router\.weight is not understood in layout 'mixtral'"):
-        load_block(config(layout="mixtral"), names, PREFIX, 0, 1)
+        load_block(config(family="mixtral"), names, PREFIX, 0, 1)
     names[PREFIX + "experts.gate_up_proj_bias"] = drawn(EXPERTS, 2 * SIZE)
     names[PREFIX + "experts.down_proj_bias"] = drawn(EXPERTS, SIZE)
     with pytest.raises(ValueError, match=r"those of several layouts"):
@@ -78,12 +78,12 @@ def test_a_matrix_of_the_other_way_is_named_where_it_is_not_square() -> None:
     names = with_router(transposed=True)
     message = f"{PREFIX}experts.gate_up_proj has shape [4, 16, 32]; this config needs [4, 32, 16]"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        load_block(config(layout="jamba"), names, PREFIX, 0, 1)
+        load_block(config(family="jamba"), names, PREFIX, 0, 1)
 
 
 def test_a_layout_that_no_family_has_is_refused_by_the_config() -> None:
-    with pytest.raises(ValueError, match=r"layout is 'lama4'.*the nearest valid one is 'llama4'"):
-        config(layout="lama4")
+    with pytest.raises(ValueError, match=r"family is 'lama4'.*the nearest valid one is 'llama4'"):
+        config(family="lama4")
 
 
 def split(gate: bool = True) -> dict[str, Tensor]:
@@ -135,7 +135,7 @@ def test_a_table_of_hashed_experts_is_the_callers_and_the_error_says_how() -> No
     for old, new in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):
         names = {name.replace(old, new): tensor for name, tensor in names.items()}
     names[PREFIX + "gate.tid2eid"] = torch.zeros(8, 2, dtype=torch.int64)
-    cfg = config(layout="deepseek_v4", routing="ids")
+    cfg = config(family="deepseek_v4", routing="ids")
     with pytest.raises(ValueError, match=r"pass ignore=\['gate\.tid2eid'\], and topk_ids with wei"):
         load_block(cfg, names, PREFIX, 0, 1)
     assert "w1" in load_block(cfg, names, PREFIX, 0, 1, ["gate.tid2eid"])
@@ -199,7 +199,7 @@ def test_a_rule_for_which_a_layout_has_no_tensor_is_named(rule: str) -> None:
         f"'router.weight'; set {rule}=False"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        load_block(config(layout="jamba", **{rule: True}), names, PREFIX, 0, 1)
+        load_block(config(family="jamba", **{rule: True}), names, PREFIX, 0, 1)
 
 
 def of_gpt_oss() -> dict[str, Tensor]:
@@ -234,13 +234,13 @@ def test_a_rule_is_set_exactly_where_its_tensor_is_there(layout: str, rule: str,
     """A tensor that a config does not use is named, and one that it uses and is not there."""
     names = of_gpt_oss() if layout == "gpt_oss" else of_gemma4()
     rules = {"router_bias": True, "bias": True} if layout == "gpt_oss" else {"expert_scale": True}
-    block = load_block(config(layout=layout, **rules), names, PREFIX, 0, 1)
+    block = load_block(config(family=layout, **rules), names, PREFIX, 0, 1)
     assert {"gpt_oss": "gate.bias", "gemma4": "gate.expert_scale"}[layout] in block
     with pytest.raises(ValueError, match=f"{name} needs a config with {rule}=True$"):
-        load_block(config(layout=layout, **(rules | {rule: False})), names, PREFIX, 0, 1)
+        load_block(config(family=layout, **(rules | {rule: False})), names, PREFIX, 0, 1)
     del names[PREFIX + name]
     with pytest.raises(ValueError, match=f"{name} is missing; this config needs it with shape"):
-        load_block(config(layout=layout, **rules), names, PREFIX, 0, 1)
+        load_block(config(family=layout, **rules), names, PREFIX, 0, 1)
 
 
 def test_what_a_file_has_for_experts_that_return_x_is_read_past() -> None:
@@ -250,7 +250,7 @@ def test_what_a_file_has_for_experts_that_return_x_is_read_past() -> None:
         if "experts." in name or name.endswith("gate.weight")
     }
     names[PREFIX + "router.classifier.weight"] = drawn(EXPERTS + 2, SIZE)
-    cfg = config(layout="longcat_flash", zero_experts=2)
+    cfg = config(family="longcat_flash", zero_experts=2)
     expected = load_block(cfg, names, PREFIX, 1, 2)
     for expert in (EXPERTS, EXPERTS + 1):
         for projection in ("gate_proj", "up_proj"):

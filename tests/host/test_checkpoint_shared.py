@@ -156,7 +156,7 @@ def test_deepseek_v4_has_their_scales_as_scale() -> None:
     names = routed() | parts
     for old, new in renamed.items():
         names = {name.replace(old, new): tensor for name, tensor in names.items()}
-    found = load(config(layout="deepseek_v4", **SHARED), names)
+    found = load(config(family="deepseek_v4", **SHARED), names)
     torch.testing.assert_close(found["shared_w2"][0].double(), meant["down"], rtol=2**-22, atol=0.0)
 
 
@@ -213,8 +213,8 @@ def test_what_does_not_fit_is_named(names: dict[str, Tensor], message: str) -> N
 
 
 def test_a_layout_of_a_family_that_has_none_says_so() -> None:
-    with pytest.raises(ValueError, match=r"shared_experts is 1, and blocks of layout 'qwen3_moe'"):
-        load(config(**SHARED, layout="qwen3_moe"), SPLIT)
+    with pytest.raises(ValueError, match=r"shared_experts is 1, and blocks of family 'qwen3_moe'"):
+        load(config(**SHARED, family="qwen3_moe"), SPLIT)
 
 
 def test_they_cannot_be_ignored_by_a_config_that_has_them() -> None:

@@ -247,7 +247,7 @@ def test_rows_of_gate_and_up_in_turn_are_cut_in_mxfp4(tmp_path: Path) -> None:
         names[f"{base}_blocks"] = quantised.drawn_bits(generator, experts, rows, groups, 16)
         names[f"{base}_scales"], _ = quantised.exponents(generator, experts, rows, groups)
         names[f"{base}_bias"] = torch.randn(experts, rows, generator=generator)
-    rules = {"bias": True, "router_bias": True, "activation": "swigluoai", "layout": "gpt_oss"}
+    rules = {"bias": True, "router_bias": True, "activation": "swigluoai", "family": "gpt_oss"}
     save_file(names, tmp_path / "x")
     for weight_format in ("mxfp4", None):
         cfg = quantised.config(weight_format=weight_format, **rules)

@@ -44,7 +44,7 @@ def test_defaults_are_those_of_the_documented_layer() -> None:
         "swiglu_alpha": None,
         "bias": False,
         "routing": "layer",
-        "layout": None,
+        "family": None,
         "router_bias": False,
         "expert_scale": False,
         "apply_router_weight_on_input": False,
@@ -374,7 +374,7 @@ def test_a_rank_that_no_world_has_holds_no_experts() -> None:
 
 def test_configs_that_mean_the_same_layer_have_the_same_digest() -> None:
     assert config().digest() == config(row_map="ragged").digest()
-    assert config().digest() == config(layout="mixtral").digest()
+    assert config().digest() == config(family="mixtral").digest()
     assert config(capacity_factor=1).digest() == config(capacity_factor=1.0).digest()
     assert config().digest() == pickle.loads(pickle.dumps(config())).digest()
     assert "\n" not in config().digest()
