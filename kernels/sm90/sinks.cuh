@@ -27,7 +27,7 @@ inline void find_results(const RankArguments& arguments, const Rank<Machine>& ra
   } else if (task.kind == kFirstProduct.kind && lane == 0) {
     slot.results[0] = arguments.intermediate_rows;
     if constexpr (kPairsBetween) {
-      const u32* pairs = is_shared(task) ? nullptr : pairs_of_tile(rank, task);
+      const u32* pairs = is_shared(task) ? nullptr : pairs_of_tile(rank_of_look(arguments), task);
       slot.results[1] = reinterpret_cast<u8*>(const_cast<u32*>(pairs));
     } else {
       slot.results[0] += u64{task.first_result} * kGeometry.hidden_bytes;
