@@ -44,12 +44,14 @@ TRACE_EVENTS = 256
 """Of each actor: the first ones, which those of Route are."""
 
 _DEADLINE = 100.0  # seconds; what the compiler takes counts
-_KINDS: tuple[Mapping[str, Any], ...] = (
+KINDS: tuple[Mapping[str, Any], ...] = (
     {},
     {"saves": True},
     {"gradients": True},
     {"gradients": True, "saves": True},
 )
+"""Of the kernels that a layer which trains has, by what it saves."""
+
 _LEFT_OUT = (ValueError, RuntimeError, MemoryError)  # PyTorch's of too little memory is the second
 _NARROW = 128  # of a layer that routes, and does little else
 
@@ -143,7 +145,7 @@ class _Study:
         traced = ({"trace_events": TRACE_EVENTS},)
         output.say("compiling")
         with (
-            compile_ahead.started(layers, *of_gpu, kinds=_KINDS) as one,
+            compile_ahead.started(layers, *of_gpu, kinds=KINDS) as one,
             compile_ahead.started(lists, *of_gpu, kinds=traced) as other,
         ):
             one.wait(lambda: None)
