@@ -94,18 +94,19 @@ def _times(cfg: moeos.MoEConfig, tokens: int) -> dict[str, Any]:
         clock = InTurn(world)
         inputs = contestants.draw(cfg, tokens, "cuda", 0)
         work: dict[str, Callable[[], Any]] = dict(alone(inputs))
+        frozen = dataclasses.replace(inputs, w1=inputs.w1.detach(), w2=inputs.w2.detach())
         for save in SAVES:
-            forward = contestants.moeos_forward(cfg, world, save)(inputs)
-            with torch.enable_grad():
-                y = forward()
-            for name, wanted in (
-                ("backward", inputs.wanted),
-                ("call", (inputs.x, inputs.weights)),
+            maker = contestants.moeos_forward(cfg, world, save)
+            for name, given, wanted in (
+                ("backward", inputs, inputs.wanted),
+                ("call", frozen, (inputs.x, inputs.weights)),
             ):
+                with torch.enable_grad():
+                    y = maker(given)()
                 work[f"{name}, {save}"] = functools.partial(
                     torch.autograd.grad, y, wanted, inputs.d_out, retain_graph=True
                 )
-            work[f"forward, {save}"] = forward
+            work[f"forward, {save}"] = torch.enable_grad()(maker(inputs))
         return options.timed(clock, tokens, work)
 
 
