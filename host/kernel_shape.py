@@ -208,7 +208,7 @@ class KernelShape:
             "up_front_rows": _NARROW_ROWS,
             **shared_cut(cfg, wide_columns[0], narrow_columns[0]),
         }
-        return cfg, cut, self.slicing.sizes(cfg)
+        return cfg, cut, self.slicing.sizes(cfg, self.world_size)
 
     def _cut_of_gradients(self) -> _Cut:
         """Of routed experts alone, and without narrow tiles. Each slice gets all sums. What parts a
@@ -235,7 +235,7 @@ class KernelShape:
             "dedup_after": _dedup_after(cfg, self.world_size),
             "up_front_rows": _NARROW_ROWS,
         }
-        rows = dataclasses.replace(self.slicing, everywhere=True).sizes(cfg)
+        rows = dataclasses.replace(self.slicing, everywhere=True).sizes(cfg, self.world_size)
         return cfg, cut, {**rows, **of_gradients(sent, kept)}
 
 

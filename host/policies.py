@@ -52,6 +52,9 @@ GATHERED_STEP = 0.24e-6
 """What a step of a first product takes more where its rows are copied from x by index, cp.async's
 (the same): for each full tile of rows, and each part of so many columns."""
 GATHERED_ROWS, GATHERED_COLUMNS = 128, 256
+WORTH = 5e-6
+"""Seconds that gathering own rows must save in a rank's largest call before "auto" leaves the
+copies: of less the costs know nothing (docs/log/0112)."""
 BOX = 35e-9
 """A row of few tokens that is loaded by a box of its own (docs/log/0056)."""
 STEP = 0.7e-6
@@ -91,23 +94,31 @@ class Policy:
             tokens += 1
         return tokens
 
-    @property
-    def gathers_rows(self) -> bool:
+    def gathers_rows(self, cfg: MoEConfig, alone: bool) -> bool:
         """Whether a rank's own rows are read by index, in calls of any number of tokens
-        (Geometry's `gathers_rows`).
+        (Geometry's `gathers_rows`). `alone`: whether a rank has whole experts, and all of them.
+
+        Others' rows take couriers' time anyway: with slices on two ranks nothing was gained
+        (docs/log/0108).
         """
+        if self.layout == "auto":
+            tokens = cfg.max_tokens
+            saved = copies(cfg, tokens) - gathered_rows(cfg, tokens)
+            return alone and reads_rows_as_they_are(cfg) and saved > WORTH
         return self.layout == "gathered"
 
-    def sizes(self, cfg: MoEConfig) -> dict[str, int]:
-        """Fields of runtime/geometry.def that say it. `cfg`: of a slice."""
+    def sizes(self, cfg: MoEConfig, alone: bool) -> dict[str, int]:
+        """Fields of runtime/geometry.def that say it. `cfg`: of a slice; `alone`: as of
+        `gathers_rows`.
+        """
         return {
             "in_place_tokens": self.in_place_tokens(cfg),
-            "gathers_rows": int(self.gathers_rows),
+            "gathers_rows": int(self.gathers_rows(cfg, alone)),
         }
 
     def require_fits(self, sizes: _runtime.Sizes) -> None:
         """Raises `ValueError` where a call of the layer cannot be computed as the caller wants."""
-        if self.gathers_rows and not sizes.gathers_own_rows:
+        if self.layout == "gathered" and not sizes.gathers_own_rows:
             raise ValueError(
                 "layout is 'gathered', and what this layer's experts get of a token is not its row "
                 "of x as it stands, with activation_format or apply_router_weight_on_input: leave "
@@ -137,14 +148,18 @@ def require_policy(layout: object, reduce: object) -> Policy:
 
 def products(cfg: MoEConfig, tokens: int) -> float:
     """Both products of a slice: arithmetic, or the weights of the experts that have tokens."""
-    weights = (cfg.w1_rows + cfg.intermediate) * cfg.hidden
-    pairs = tokens * cfg.slots
-    touched = cfg.experts * (1.0 - float((1.0 - 1.0 / cfg.experts) ** pairs))
+    rows = cfg.w1_rows + cfg.intermediate
+    flops = 2.0 * tokens * cfg.slots * rows * cfg.hidden
+    return max(flops / expert_rate(cfg), _weights_read(cfg, tokens, rows))
+
+
+def _weights_read(cfg: MoEConfig, tokens: int, rows: int) -> float:
+    """So many rows of weights of each expert that has tokens, from memory."""
+    touched = cfg.experts * (1.0 - float((1.0 - 1.0 / cfg.experts) ** (tokens * cfg.slots)))
     bits = 8 * cfg.dtype.itemsize
     if cfg.weight_format is not None:
         bits = FORMATS[cfg.weight_format].code_bits
-    read = touched * weights * bits / 8
-    return max(2.0 * pairs * weights / expert_rate(cfg), read / H200_MEMORY_BYTES)
+    return touched * rows * cfg.hidden * bits / 8 / H200_MEMORY_BYTES
 
 
 def copies(cfg: MoEConfig, tokens: int, ranks: int = 1) -> float:
@@ -158,10 +173,13 @@ def copies(cfg: MoEConfig, tokens: int, ranks: int = 1) -> float:
 def gathered_rows(cfg: MoEConfig, tokens: int, ranks: int = 1) -> float:
     """Own rows that first products read by index, in calls of more tokens than are read in place.
     They are listed as those are that are copied. `ranks`: as of `copies`.
+
+    What a step takes more is hidden where first products wait for their weights from memory.
     """
     tiles = tokens * cfg.slots / ranks / GATHERED_ROWS
-    steps = tiles * -(-cfg.w1_rows // GATHERED_COLUMNS) * _steps(cfg)
-    return DISPATCH + steps * GATHERED_STEP / (H200_BLOCKS - 1)
+    steps = tiles * -(-cfg.w1_rows // GATHERED_COLUMNS) * _steps(cfg) / (H200_BLOCKS - 1)
+    read = _weights_read(cfg, tokens, cfg.w1_rows) / ranks
+    return DISPATCH + max(steps * (STEP + GATHERED_STEP), read) - max(steps * STEP, read)
 
 
 def boxes(cfg: MoEConfig, tokens: int) -> float:
@@ -177,10 +195,16 @@ def _steps(cfg: MoEConfig) -> int:
     return -(-cfg.hidden * cfg.dtype.itemsize // STEP_BYTES)
 
 
-def gathers(cfg: MoEConfig, tokens: int) -> bool:
-    """Whether rows of so few tokens are better read in place. Those of more tokens "auto" copies:
-    with slices on two ranks gathering them gained nothing (docs/log/0108).
+def reads_rows_as_they_are(cfg: MoEConfig) -> bool:
+    """Whether weights and tokens have 16 bits, and products take tokens as they stand. What rows by
+    index cost was measured of such layers.
     """
+    plain = cfg.dtype.itemsize == 2 and cfg.weight_format is None
+    return plain and not cfg.apply_router_weight_on_input
+
+
+def gathers(cfg: MoEConfig, tokens: int) -> bool:
+    """Whether rows of so few tokens are better read in place."""
     return boxes(cfg, tokens) <= copies(cfg, tokens)
 
 

@@ -186,11 +186,13 @@ class Slicing:
         """Of a token, at most: one with each slice of an expert, where each is another pair."""
         return cfg.slots * (self.slices if self.apart else 1)
 
-    def sizes(self, cfg: MoEConfig) -> dict[str, int]:
-        """Fields of runtime/geometry.def that differ from those of whole experts."""
+    def sizes(self, cfg: MoEConfig, holders: int) -> dict[str, int]:
+        """Fields of runtime/geometry.def that differ from those of whole experts. `holders`: ranks
+        that hold one slice of all experts.
+        """
         if self.apart:
             return {"pair_slices": self.slices, "top_k": self.pairs(cfg)}
-        own = self.policy.sizes(cfg)
+        own = self.policy.sizes(cfg, alone=holders == 1 and not self.cuts)
         if not self.cuts:
             return own
         return {**own, "slices": self.slices, "sums_everywhere": int(self.everywhere)}

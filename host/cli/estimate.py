@@ -335,7 +335,8 @@ def _sizes_of(cut: MoEConfig, ranks: int, slicing: Slicing) -> _runtime.Sizes:
     """Of a rank with one processor of the twin; `cut`: the config of one slice."""
     _, world = slicing.place(0, ranks)
     places = cut.experts_per_rank(slicing.holders(ranks)) if slicing.apart else 0
-    return sizes_of(cut, world, processors=1, places=places, rows=slicing.sizes(cut))
+    rows = slicing.sizes(cut, slicing.holders(ranks))
+    return sizes_of(cut, world, processors=1, places=places, rows=rows)
 
 
 def _rows_once(

@@ -124,7 +124,7 @@ def sizes_of(
     """Of a rank; arguments are as of `rank_memory`. `remote`: whether some peers get puts."""
     cut, (_, world) = slicing.cut(cfg), slicing.place(0, ranks)
     local = cfg.experts_per_rank(slicing.holders(ranks)) if slicing.apart else 0
-    rows = slicing.sizes(cut)
+    rows = slicing.sizes(cut, slicing.holders(ranks))
     if backend == "twin":
         return twin.sizes_of(cut, world, processors, remote, places=local, rows=rows)
     transport: Transport = "none"

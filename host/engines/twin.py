@@ -101,7 +101,7 @@ def gradient_sizes_of(
     """
     routed = routed_alone(cfg)
     place = (world_size, processors, remote, trace_events, places)
-    rows = dataclasses.replace(slicing, everywhere=True).sizes(cfg)
+    rows = dataclasses.replace(slicing, everywhere=True).sizes(cfg, world_size)
     plain = sizes_of(routed, *place, rows)
     sent, kept = _twin.gradient_row_bytes(plain, cfg.dtype == torch.bfloat16)
     return sizes_of(routed, *place, {**rows, **of_gradients(sent, kept)})
@@ -145,7 +145,7 @@ class TwinEngine:
         self._place, self._holders = slicing.place(world.rank, world.size)
         remote = not all(map(world.near, range(world.size)))
         places = 0 if placement is None else placement.most
-        rows = slicing.sizes(cfg)
+        rows = slicing.sizes(cfg, self._holders)
         sizes = sizes_of(
             cfg, self._holders, world.processors, remote, world.trace_events, places, rows
         )

@@ -233,7 +233,7 @@ def test_no_more_tokens_are_read_in_place_than_a_tile_has_words_for() -> None:
         sizes_of(config(**SIZES), 1, 1, rows={"in_place_tokens": 9})
 
 
-def test_few_tokens_are_gathered_by_the_costs_and_many_are_not() -> None:
+def test_rows_by_index_cost_what_was_fitted_and_few_tokens_are_read_in_place() -> None:
     assert Policy().in_place_tokens(QWEN) == 8
     assert policies.gathers(QWEN, 8)
     # What a tile of boxes costs says nothing of rows by index: these cost less here.
@@ -243,6 +243,71 @@ def test_few_tokens_are_gathered_by_the_costs_and_many_are_not() -> None:
     assert policies.gathered_rows(wide, 8192) > policies.copies(wide, 8192)
     for layout in ("expert_major", "expert_major_persistent"):
         assert Policy(layout).in_place_tokens(QWEN) == 0
+
+
+def of_whole_experts(intermediate: int, experts: int, tokens: int, **fields: Any) -> MoEConfig:
+    sizes = {"hidden": 2048, "top_k": 8, "max_tokens": tokens} | fields
+    return MoEConfig(
+        intermediate=intermediate, experts=experts, **({"dtype": torch.bfloat16} | sizes)
+    )
+
+
+@pytest.mark.parametrize(
+    ("cfg", "gathers"),
+    [  # log/0108 has the times: where it gained, and where it lost more than 2 %
+        (of_whole_experts(512, 256, 2048), True),
+        (of_whole_experts(512, 256, 8192), True),
+        (of_whole_experts(512, 512, 8192, top_k=10), True),
+        (of_whole_experts(768, 128, 2048), True),
+        (of_whole_experts(768, 128, 8192), False),
+        (of_whole_experts(1024, 128, 2048, hidden=4096), True),
+        (of_whole_experts(1024, 128, 8192, hidden=4096), False),
+        (of_whole_experts(1024, 64, 2048), False),
+        (of_whole_experts(1408, 128, 8192, hidden=4096), False),
+        (of_whole_experts(2048, 96, 2048, hidden=7168), False),
+        (of_whole_experts(2048, 96, 8192, hidden=7168), False),
+        # Nobody has measured these.
+        (of_whole_experts(512, 256, 64), False),
+        (of_whole_experts(512, 256, 8192, dtype=torch.float32), False),
+        (of_whole_experts(512, 256, 8192, weight_format="mxfp4"), False),
+        (of_whole_experts(512, 256, 8192, top_k=1, apply_router_weight_on_input=True), False),
+    ],
+    ids=str,
+)
+def test_a_rank_alone_gathers_rows_where_that_was_faster(cfg: MoEConfig, gathers: bool) -> None:
+    for parallel in ("expert", "tensor"):
+        assert slicing_of(parallel, "replicated", 1).sizes(cfg, 1)["gathers_rows"] == gathers
+        copies = slicing_of(parallel, "replicated", 1, layout="expert_major_persistent")
+        assert copies.sizes(cfg, 1)["gathers_rows"] == 0
+        forced = slicing_of(parallel, "replicated", 1, layout="gathered")
+        assert forced.sizes(cfg, 1)["gathers_rows"] == 1
+
+
+def test_a_rank_with_peers_copies_unless_it_is_told_to_gather() -> None:
+    cfg = of_whole_experts(512, 256, 8192)
+    assert slicing_of("expert", "replicated", 2).sizes(cfg, 2)["gathers_rows"] == 0
+    for slicing in (slicing_of("tensor", "replicated", 2), slicing_of("expert", "replicated", 2)):
+        assert slicing.sizes(cfg, slicing.holders(2))["gathers_rows"] == 0
+    forced = slicing_of("tensor", "replicated", 2, layout="gathered")
+    assert forced.sizes(cfg, 1)["gathers_rows"] == 1
+
+
+def test_a_layer_that_gathers_by_the_costs_has_the_bits_of_copies() -> None:
+    sizes = {"hidden": 512, "intermediate": 32, "experts": 4, "max_tokens": 8192}
+    cfg = config(**{"top_k": 2, "dtype": torch.bfloat16, **sizes})
+    weights, call = draw_weights(cfg), draw_call(cfg, 300, 0)
+
+    def run(world: World) -> list[Tensor]:
+        found = []
+        for layout, gathers in (("auto", True), ("expert_major_persistent", False)):
+            layer = weights.layer(world, layout=layout)
+            assert layer.experts.engine._sizes.gathers_own_rows == gathers  # of the twin
+            found.append(layer(call.x))
+        return found
+
+    [[y, same]] = virtual.run(run, 1, twin=moeos.TwinOptions(processors=2))
+    assert_matches(weights, call, y)
+    assert torch.equal(y, same)
 
 
 def test_the_kernel_adds_up_where_links_can_be_hidden_and_nccl_where_they_cannot() -> None:
