@@ -381,6 +381,10 @@ struct Geometry {
            tokens * top_k <= kInPlacePairs;
   }
 
+  /// Whether complete tokens go before parts of products that have been handed out (ring.hpp): of
+  /// a rank alone, whose calls hand out all products before a token is complete.
+  constexpr bool tokens_go_first() const { return world == 1 && !sliced(); }
+
   // --- Own rows that are read where they are (row_tasks.hpp) ---
 
   /// Whether nobody copies a rank's own rows into its cell. Dispatch lists them, as it does all

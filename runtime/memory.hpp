@@ -20,6 +20,7 @@ namespace moeos {
 /// OS block clears the other one, so a call starts with zeros and nobody waits for a reset.
 struct CallState {
   Line<u32> ring_claimed;     // tickets that processors have taken
+  Line<u32> tokens_claimed;   // and those for complete tokens, of calls in which these go first
   Line<u32> found_by;         // who finds the parts of tiles, as FoundBy
   Line<u32> product1_posted;  // tickets of slots in the mailbox of Product1
   Line<u32> route_blocks_done;
@@ -98,8 +99,11 @@ class RankMemory {
     return MailboxView{mailbox_words_[index], mailbox_capacities_[index]};
   }
 
-  /// Every part has its own slot, and every processor may wait for one slot beyond them.
-  u64 ring_slots() const { return geometry_.get().parts_max() + geometry_.get().processors; }
+  /// Every part has its own slot, and every processor may wait for one slot beyond them, and for
+  /// one of tokens.
+  u64 ring_slots() const { return geometry_.get().parts_max() + 2 * geometry_.get().processors; }
+  /// The slot of the nth part of complete tokens, where these go first: counted from the end.
+  u32 token_slot(u32 nth) const { return static_cast<u32>(ring_slots()) - 1 - nth; }
 
   u32* send_starts(u32 peer) const {
     return send_start + u64{peer} * (geometry_.get().local_experts() + 1);

@@ -52,6 +52,7 @@ void begin_call(const Rank<P>& rank, const Call& call) {
     memory.os_tally().count_bytes_to_peers = 0;  // it never has anything else
     *rank.os.rows_expected = rank.geometry().rows_received_max();
     *rank.os.wanted = 0;
+    *rank.os.tokens_published = 0;
     *rank.os.inquiry = 0;
     *rank.os.returns_ready = 0;
     *rank.os.returns_listed = 0;

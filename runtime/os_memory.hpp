@@ -93,6 +93,7 @@ class OsMemory {
     take(returns_ready, 1);
     take(returns_listed, 1);
     take(published, 1);
+    take(tokens_published, 1);
     take(planned, 1);
     take(tile_facts, geometry.tiles_max());
     take(receive_start, world * (local + 1));
@@ -137,8 +138,9 @@ class OsMemory {
   u32* inquiry = nullptr;         // os.hpp: which subscriber is asked what it waits for
   u32* returns_ready = nullptr;   // returns subscribers that have cleared their share of the words
   u32* returns_listed = nullptr;  // and those that have listed the chunks that they wait for
-  u32* published = nullptr;       // slots of the ready ring that hold this call's parts
-  u32* planned = nullptr;         // how this call's tiles are made, as Planned
+  u32* tokens_published = nullptr;  // and those of complete tokens, where these go first
+  u32* published = nullptr;         // slots of the ready ring that hold this call's parts
+  u32* planned = nullptr;           // how this call's tiles are made, as Planned
   TileFacts* tile_facts = nullptr;  // [tile]: of this call
   u32* receive_start = nullptr;     // [source][X + 1]: as RankMemory's, which processors read
   u32* counts_known = nullptr;      // [source]: the epoch whose counts are decoded

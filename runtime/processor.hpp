@@ -107,10 +107,14 @@ class Processor : Pace<P> {
   /// else to do meanwhile, and has done it. False: leave.
   template <class Beside>
   bool claim(u32 ticket, ReadyWord& word, Task& task, Beside beside) {
+    keeps_ticket_ = false;
     const bool found = is_route(ticket, word, task) || is_of_shared(ticket, word, task) ||
                        find(ticket, word, task, beside);
     return found && hold_back(rank_, call_, stage_of(word.kind()));
   }
+
+  /// Whether the last claim has found complete tokens, so that its ticket stands for the next part.
+  bool keeps_ticket() const { return rank_.geometry().tokens_go_first() && keeps_ticket_; }
 
   /// Waits for what a claimed part needs, of a descriptor that awaits; `beside` as above. False:
   /// leave.
@@ -310,6 +314,10 @@ class Processor : Pace<P> {
     const bool of_unsent = behind_known < unsent;
     const u32 number = behind_known - unsent;
     u32 turn = 0;
+    if (!of_unsent && are_tokens_ready(word)) {
+      P::template acquire_fence<Scope::device>();  // as below
+      return get_task(rank_, call_, word, task);
+    }
     // Constants. Where they are false, the compiler drops a plan and its registers.
     const bool plans = rank_.geometry().plans_itself();
     const bool plans_few = rank_.geometry().plans_few_rows();
@@ -318,6 +326,9 @@ class Processor : Pace<P> {
       FewRows<P> rows(rank_, call_);
       Counts found = Counts::missing;
       const auto look = [&] {
+        if (!of_unsent && are_tokens_ready(word)) {
+          return true;
+        }
         return of_unsent         ? MOEOS_PLANTED(unsent_tokens_do_not_await_routing) || is_routed()
                : plans && counts ? are_counts_here(number)
                : plans_few && counts ? is_told_or_counted(ticket, word, number, rows, turn, found)
@@ -330,6 +341,10 @@ class Processor : Pace<P> {
         found = rows.look();
       } else if (!wait_for(of_unsent || counts ? kLooksForInputs : 1, look, beside)) {
         return false;
+      }
+      if (keeps_ticket()) {
+        P::template acquire_fence<Scope::device>();
+        return get_task(rank_, call_, word, task);
       }
       if (plans && counts) {
         plan_.make();
@@ -425,6 +440,22 @@ class Processor : Pace<P> {
     return plan_is_ == PlanIs::begun && plan_.rows().look();
   }
 
+  /// Looks whether tokens are complete, in this processor's slot of theirs.
+  bool are_tokens_ready(ReadyWord& word) {
+    if (!rank_.geometry().tokens_go_first()) {
+      return false;
+    }
+    if (token_ticket_ == kNone) {
+      // Relaxed, as that of a ticket.
+      token_ticket_ = by_one_lane<P>([this] {
+        return P::template add_relaxed<Scope::device>(&state_.tokens_claimed.value, 1U);
+      });
+    }
+    keeps_ticket_ = is_filled(rank_.memory.token_slot(token_ticket_), word);
+    token_ticket_ = keeps_ticket_ ? kNone : token_ticket_;
+    return keeps_ticket_;
+  }
+
   /// Looks at a slot of the ready ring.
   bool is_filled(u32 ticket, ReadyWord& word) const {
     word = ReadyWord(agreed<P>(P::template poll<Scope::device>(&rank_.memory.ring[ticket])));
@@ -493,6 +524,8 @@ class Processor : Pace<P> {
   CallState& state_;
   Tally& tally_;
   Plan<P, OneSourceRows<P>> plan_;  // of a rank alone
+  u32 token_ticket_ = kNone;        // kNone: none is taken
+  bool keeps_ticket_ = false;
   enum class PlanIs : u32 {
     awaited,
     begun,  ///< some of the counts have come that it is made of; or it has been tried without

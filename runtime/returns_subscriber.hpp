@@ -453,10 +453,19 @@ class ReturnsSubscriber {
     // read them.
     P::template publish_fence<Scope::device>();
     const u32 each = rank_.geometry().combine_tokens(call_.tokens);
-    hand_out(ceil_div(ready_ - handed_out_, each), [&](u32 part) {
+    const u32 parts = ceil_div(ready_ - handed_out_, each);
+    const auto word_of = [&](u32 part) {
       const u32 first = handed_out_ + part * each;
       return combine_word(call_.epoch, first_ready_ + first, minimum(each, ready_ - first));
-    });
+    };
+    if (rank_.geometry().tokens_go_first()) {
+      const u32 first = take_token_slots(rank_, call_, Actor::subscriber, parts);
+      for (u32 part = P::lane(); first != kNone && part < parts; part += P::kLanes) {
+        fill_ring_slot(rank_, rank_.memory.token_slot(first + part), word_of(part));
+      }
+    } else {
+      hand_out(parts, word_of);
+    }
     handed_out_ = ready_;
   }
 

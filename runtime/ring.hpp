@@ -27,6 +27,15 @@ u32 take_ring_slots(const Rank<P>& rank, const Call& call, Actor actor, u32 part
   });
 }
 
+/// The same of slots of complete tokens, where these go first: their numbers (token_slot).
+template <Platform P>
+u32 take_token_slots(const Rank<P>& rank, const Call& call, Actor actor, u32 parts) {
+  return by_one_lane<P>([&] {
+    return take_slots<P, Scope::block>(rank, call, actor, rank.os.tokens_published,
+                                       rank.geometry().max_tokens, parts);
+  });
+}
+
 /// Fills a slot, behind a fence of this lane (publish_fence, or the scheduler's relay_fence).
 template <Platform P>
 void fill_ring_slot(const Rank<P>& rank, u32 slot, ReadyWord word) {

@@ -202,11 +202,13 @@ void run_processor(const Rank<P>& rank, const Call& call, K& kernels, u32 index)
   };
   MOEOS_CHECK(rank.geometry().route_slices == 1);
   ReadyWord word;
+  u32 ticket = kNone;
   for (;;) {
     while (dispatch()) {
     }
     Task task;
-    if (!processor.claim(processor.take_ticket(), word, task, dispatch)) {
+    ticket = processor.keeps_ticket() ? ticket : processor.take_ticket();
+    if (!processor.claim(ticket, word, task, dispatch)) {
       return;
     }
     MOEOS_CHECK(task.epoch == call.epoch && task.kind == word.kind());

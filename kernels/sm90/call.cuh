@@ -126,7 +126,7 @@ MOEOS_INLINED void run_fetch(const RankArguments& arguments, const Rank<Machine>
   for (bool more = true; more; at.advance(), claim.advance()) {
     wait_watched(rank, call, shared.claim, claim.parity);
     wait_watched(rank, call, shared.slot_empty[at.index], at.parity ^ 1);
-    ticket = taken ? ticket : take_ticket(arguments, call);
+    ticket = taken || processor.keeps_ticket() ? ticket : take_ticket(arguments, call);
     taken = false;
     more = fetch_part(arguments, rank, call, map, processor, ticket, shared.tasks[at.index],
                       shared.slots[at.index], shared.stamps[at.index]);
