@@ -427,7 +427,7 @@ class _Executioner:
     """
 
     def __init__(self, pinned: bool) -> None:
-        self._memory = torch.zeros(1, dtype=torch.int32, pin_memory=pinned)
+        self._memory = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=pinned)
         self._words = self._memory.numpy()
         self.address = self._memory.data_ptr()
         self._closed = threading.Event()

@@ -100,7 +100,7 @@ def _require_finite(numbers: Tensor, tokens: Tensor | None) -> None:
         return
     finite = numbers.isfinite().all(dim=1)
     if tokens is not None:
-        finite = finite | (torch.arange(len(finite)) >= tokens.reshape(()))
+        finite = finite | (torch.arange(len(finite), device=finite.device) >= tokens.reshape(()))
     if not finite.all():
         token = int(finite.logical_not().nonzero()[0])
         raise NumericalError(

@@ -55,7 +55,7 @@ def behind_host() -> Difference:
     """
     driver = cuda_driver.load()
     major, minor = torch.cuda.get_device_capability()
-    memory = torch.zeros(_WORDS, dtype=torch.int64, pin_memory=True)
+    memory = torch.zeros(_WORDS, dtype=torch.int64, device="cpu", pin_memory=True)
     words = memory.numpy()
     stream = torch.cuda.Stream()
     cubin = jit.compile_file(_SOURCE, f"sm_{major}{minor}")

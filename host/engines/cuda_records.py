@@ -39,7 +39,9 @@ class HostFailure:
     """
 
     def __init__(self) -> None:
-        self._memory = torch.zeros(CACHE_LINE // 4, dtype=torch.int32, pin_memory=True)
+        self._memory = torch.zeros(
+            CACHE_LINE // 4, dtype=torch.int32, device="cpu", pin_memory=True
+        )
         self._words = self._memory.numpy()
         self._looked_at = memoryview(self._words)  # type: ignore[arg-type]
         self._order = threading.Lock()
@@ -171,7 +173,7 @@ def trace_of(
 def write_table(records: Tensor, offsets: dict[str, int], placement: Placement) -> None:
     """Says in a layer's records where experts lie, on the current stream."""
     for name, numbers in zip(("places_from", "places"), placement.table(), strict=True):
-        words = torch.tensor(numbers, dtype=torch.int32)
+        words = torch.tensor(numbers, dtype=torch.int32, device="cpu")
         _words(records, offsets[name], len(words)).copy_(words)
 
 
@@ -181,7 +183,7 @@ def experts_at(placement: Placement, device: torch.device) -> Tensor:
     for rank, own in enumerate(placement.ranks):
         first = rank * placement.most
         made[first : first + len(own)] = own
-    return torch.tensor(made, dtype=torch.int32).to(device)
+    return torch.tensor(made, dtype=torch.int32, device="cpu").to(device)
 
 
 def _starts(records: Tensor, offset: int, shape: KernelShape) -> Tensor:

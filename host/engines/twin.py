@@ -213,7 +213,7 @@ class TwinEngine:
         """See `Engine.room_for_sums`: what is added to, in fp32."""
         if main_grad is not None and main_grad.dtype == torch.float32:
             return main_grad
-        return torch.zeros(parameter.shape, dtype=torch.float32)
+        return torch.zeros(parameter.shape, dtype=torch.float32, device="cpu")
 
     def check(self) -> None:
         """See `Engine.check`: a call of the twin has raised by itself."""
@@ -284,8 +284,8 @@ class TwinEngine:
         chosen: tuple[torch.Tensor, torch.Tensor] | None = None
         if ids is None or weights is None:
             slots = (checked.x.shape[0], self._cfg.slots)
-            ids = torch.full(slots, -1, dtype=torch.int32)
-            weights = torch.zeros(slots)
+            ids = torch.full(slots, -1, dtype=torch.int32, device="cpu")
+            weights = torch.zeros(slots, dtype=torch.float32, device="cpu")
             chosen = ids, weights
         x, pieces, rule = checked.x, checked.pieces, self._saved_rows
         saved = saved_tensors.room_for(rule, self._cfg.w1_rows, x, pieces)
@@ -452,7 +452,7 @@ class TwinEngine:
                 *(tokens, tensors.gate, tensors.selection_bias),
                 *(tensors.router_bias, tensors.expert_scale),
                 # Who adds up all rows needs as many of each slice.
-                torch.tensor(tensors.x.shape[0]) if self._left else None,
+                torch.tensor(tensors.x.shape[0], device="cpu") if self._left else None,
                 x=tensors.x,
                 x_scale=tensors.x_scale,
                 topk_ids=ids,

@@ -21,7 +21,9 @@ from moeos.config import MoEConfig
 # Of either sign, near 0, around every clamp in use, and where the curves have become straight.
 # In float64, as float32 would lose the tails of GELU.
 _NUMBERS = torch.tensor(
-    [0.0, 0.01, 0.1, 0.5, 1.0, 1.7, 2.5, 4.0, 6.5, 7.5, 9.5, 10.5, 31.0, 1e4], dtype=torch.float64
+    [0.0, 0.01, 0.1, 0.5, 1.0, 1.7, 2.5, 4.0, 6.5, 7.5, 9.5, 10.5, 31.0, 1e4],
+    dtype=torch.float64,
+    device="cpu",
 )
 _SAME = 1e-5  # functions may compute in float32 in between, and no two formulae are so near
 _WIDTH = 8  # a config has multiples of it

@@ -83,7 +83,8 @@ def load_balancing_loss_func(
         raise ValueError("gate_logits is empty; it must have the logits of one layer or more")
     device = layers[0].device
     counts = torch.zeros(num_experts, dtype=torch.int64, device=device)
-    sums, tokens = torch.zeros(num_experts, device=device), torch.zeros((), device=device)
+    sums = torch.zeros(num_experts, dtype=torch.float32, device=device)
+    tokens = torch.zeros((), dtype=torch.float32, device=device)
     for logits in layers:
         _require("gate_logits", logits, (len(logits), num_experts))
         chosen = best(logits, top_k).indices.to(device)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, get_args
 
 import pytest
@@ -473,6 +473,41 @@ def test_a_main_grad_that_cannot_be_is_refused_before_anything_is_sent(
         layer(x).sum().backward()  # and no call is missing
 
     virtual.run(rank_main, ranks=1)
+
+
+@contextlib.contextmanager
+def tensors_made_with(dtype: torch.dtype, device: str) -> Iterator[None]:
+    """What `torch.zeros` and its like take where nobody says."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device"),
+    [(torch.float64, "cpu"), (torch.bfloat16, "cpu"), (torch.float32, "meta")],
+)
+@pytest.mark.parametrize("rounding", [None, "NR-f"])
+def test_gradients_are_right_with_any_default_dtype_and_device(
+    rounding: str | None, dtype: torch.dtype, device: str
+) -> None:
+    cfg = config(rounding=rounding)
+    weights = draw_weights(cfg)
+    calls = [draw_call(cfg, 77, 0)]  # fewer than a tile: not rounded
+
+    def rank_main(world: World) -> Gradients:
+        layer, call = weights.layer(world).requires_grad_(), leaves_of(calls[0])
+        d_out, tokens = drawn(call, 0), torch.tensor([77], dtype=torch.int32)
+        with tensors_made_with(dtype, device):
+            y = layer(call.x, tokens=tokens)
+            y.backward(d_out)
+        return found_of(call, layer)
+
+    assert_match(weights, calls, virtual.run(rank_main, ranks=1))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

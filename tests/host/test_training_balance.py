@@ -57,6 +57,20 @@ def test_the_loss_of_a_model_is_that_of_transformers(masked: bool, layers: int) 
         torch.testing.assert_close(one, wanted)
 
 
+def test_the_loss_of_a_model_is_float32_whatever_the_default_dtype_is() -> None:
+    logits = drawn(BATCH * LENGTH, EXPERTS, dtype=torch.float32)
+    wanted = training.load_balancing_loss_func(logits, EXPERTS, K)
+    before = torch.get_default_dtype()
+    for dtype in (torch.bfloat16, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            found = training.load_balancing_loss_func(logits, EXPERTS, K)
+        finally:
+            torch.set_default_dtype(before)
+        assert found.dtype == torch.float32
+        assert torch.equal(found, wanted)
+
+
 def test_the_loss_of_a_model_has_transformers_derivative() -> None:
     theirs, ours = (drawn(20, EXPERTS, dtype=torch.float32).requires_grad_() for _ in range(2))
     of_transformers((theirs,), EXPERTS, K).backward()
