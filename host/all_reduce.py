@@ -11,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import datetime
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent import futures
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from moeos import rendezvous
 from moeos.caller import Caller
+from moeos.control import name_ranks
 from moeos.errors import PeerTimeout
 from moeos.held_signals import NotedSignals
 from moeos.process import keep_in_children
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 
 _LOOK = 0.1  # seconds from one look at an all-reduce that is under way to the next
 _BEYOND = 5.0  # seconds that gloo waits longer, so that it is named here who did not come
+_ROLL_CALL = 2.0  # seconds in which ranks that wait have said so
+
+Value = TypeVar("Value")
 
 
 class AllReduce(Protocol):
@@ -66,25 +70,42 @@ class OfHosts:
     Each life, from one `renew` to the next, has connections of its own, which its first call makes.
     So what a failed call has left under way meets nobody.
 
+    gloo does not tell which rank has broken an all-reduce. So a rank that waits longer than a look
+    says so in the store, once. One that gives up names the ranks that have not said so.
+
     Args:
         store: where the ranks meet; all keys in it are this object's.
-        place: the rank among those that add up, and their number.
+        waits: where they say that they wait, likewise. By another connection: who waits for a
+            rank in a store keeps its connection meanwhile.
+        place: which of `ranks` is this one.
+        ranks: those that add up, by the numbers that errors have for them.
         deadline: seconds that one all-reduce may take, with its connections.
         what: in errors, whose rank makes which all-reduce.
         remedy: what errors say of going on.
     """
 
     def __init__(
-        self, store: Store, place: tuple[int, int], deadline: float, what: str, remedy: str
+        self,
+        store: Store,
+        waits: Store,
+        place: int,
+        ranks: Sequence[int],
+        deadline: float,
+        what: str,
+        remedy: str,
     ) -> None:
         self._store = store
+        self._waits = waits
         self._place = place
+        self._ranks = ranks
         self._deadline = deadline
         self._what = what
         self._remedy = remedy
         self._life = 0
         self._gloo: ProcessGroupGloo | None = None
         self._unfinished = 0  # calls of this life that have begun and not ended
+        self._number = 0  # of this life's last all-reduce
+        self._said = 0  # the last one in which this rank has said that it waits
 
     def begin(self) -> None:
         """See `AllReduce`."""
@@ -103,20 +124,21 @@ class OfHosts:
         mine = of.clone(memory_format=torch.contiguous_format)
         if mine.numel() == 0:
             return mine
+        self._number += 1
         ends = time.monotonic() + self._deadline
         try:
             self._connect(ends)
         except futures.TimeoutError as error:
             if time.monotonic() < ends:  # a signal's handler has raised it
                 raise
-            raise self._failed("the ranks did not connect") from error
+            raise self._failed(f"the ranks did not connect: {self._missing()}") from error
         self._wait(mine, ends, look)
         return mine
 
     def renew(self) -> None:
         """See `AllReduce`."""
         self._life += 1
-        self._unfinished = 0
+        self._unfinished = self._number = self._said = 0
         self.end()
 
     def end(self) -> None:
@@ -130,17 +152,16 @@ class OfHosts:
     def _connect(self, ends: float) -> None:
         if self._gloo is not None:
             return
-        from torch.distributed import (  # type: ignore[attr-defined]
-            PrefixStore,
-            ProcessGroupGloo,
-        )
+        from torch.distributed import ProcessGroupGloo
 
-        store = PrefixStore(str(self._life), self._store)
+        self._say_that_it_waits()
+        store = self._of_this_life(self._store)
+        place = self._place, len(self._ranks)
         timeout = datetime.timedelta(seconds=self._deadline + _BEYOND)
 
         def connect() -> ProcessGroupGloo | RuntimeError:
             try:
-                made = ProcessGroupGloo(store, *self._place, timeout)
+                made = ProcessGroupGloo(store, *place, timeout)
             except RuntimeError as error:
                 return error
             keep_in_children(made)
@@ -148,7 +169,7 @@ class OfHosts:
 
         found = rendezvous.within(max(0.0, ends - time.monotonic()), connect)
         if isinstance(found, RuntimeError):
-            raise self._failed("the ranks did not connect") from found
+            raise self._failed(f"the ranks did not connect: {self._missing()}") from found
         self._gloo = found
 
     def _wait(self, mine: Tensor, ends: float, look: Callable[[], None]) -> None:
@@ -159,20 +180,78 @@ class OfHosts:
             while not work.is_completed():
                 left = ends - time.monotonic()
                 if left <= 0:
-                    raise self._failed("a rank did not come")
+                    raise self._failed(self._missing())
                 try:
                     # Of no milliseconds it would make no step, but wait to the end.
                     work.wait(datetime.timedelta(seconds=max(min(left, _LOOK), 1e-3)))
                 except RuntimeError as error:  # of a step that has passed
                     if error is signals.raised:
                         raise
+                if not work.is_completed():
+                    self._say_that_it_waits()
                 look()
             try:
                 work.wait()
             except RuntimeError as error:
                 if error is signals.raised:
                     raise
-                raise self._failed("the connection to a rank was lost") from error
+                lost = f"the connection to a rank was lost: {self._missing()}"
+                raise self._failed(lost) from error
+
+    def _say_that_it_waits(self) -> None:
+        if self._said == self._number:
+            return
+        self._said = number = self._number
+        store = self._of_this_life(self._waits)
+        self._ask(lambda: store.set(str(self._place), str(number)), _ROLL_CALL)
+
+    def _missing(self) -> str:
+        """Names the ranks that have not said that they wait in this all-reduce, or a later one."""
+        self._say_that_it_waits()
+        number, store = self._number, self._of_this_life(self._waits)
+
+        def absent() -> list[int]:
+            keys = [str(place) for place in range(len(self._ranks))]
+            said = [int(store.get(key)) if store.check([key]) else 0 for key in keys]
+            return [rank for rank, last in zip(self._ranks, said, strict=True) if last < number]
+
+        ends = time.monotonic() + _ROLL_CALL
+        missing: list[int] | None = None
+        while (left := ends - time.monotonic()) > 0:
+            found = self._ask(absent, left)
+            missing = missing if found is None else found  # the last look may have no time left
+            if not found:
+                break
+            time.sleep(_LOOK)
+        if missing is None:
+            return (
+                "the ranks' store does not answer: who serves it, mostly rank 0, is stuck or ended"
+            )
+        if not missing:
+            return "all ranks wait in it"
+        who = name_ranks(missing)
+        return f"{who} did not come (stuck, in another call, or ended: then start all ranks again)"
+
+    def _ask(self, question: Callable[[], Value], seconds: float) -> Value | None:
+        """The store's answer; None if it is gone, or gives none in so many seconds."""
+
+        def ask() -> Value | None:
+            with contextlib.suppress(RuntimeError):
+                return question()
+            return None
+
+        ends = time.monotonic() + seconds
+        try:
+            return rendezvous.within(seconds, ask)
+        except futures.TimeoutError:
+            if time.monotonic() < ends:  # a signal's handler has raised it
+                raise
+            return None
+
+    def _of_this_life(self, store: Store) -> Store:
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        return PrefixStore(str(self._life), store)
 
     def _failed(self, why: str) -> PeerTimeout:
         return PeerTimeout(

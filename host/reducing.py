@@ -95,8 +95,9 @@ def _all_reduce_of(world: World, shared: SharedMemory, slicing: Slicing) -> AllR
         )
         made[slices] = OfDevices(group, world.rank)
     else:
-        store = world.control.store(f"sums/{shared.number}/{slices}/{holder}")
+        name = f"{shared.number}/{slices}/{holder}"
+        stores = [world.control.store(f"{kind}/{name}") for kind in ("sums", "waits")]
         what = f"rank {world.rank}: the all-reduce of partial sums (reduce='after')"
-        place = world.rank - first, slices
-        made[slices] = OfHosts(store, place, world.deadline, what, _REMEDY)
+        place, those = world.rank - first, range(first, first + slices)
+        made[slices] = OfHosts(*stores, place, those, world.deadline, what, _REMEDY)
     return made[slices]

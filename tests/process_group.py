@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -15,10 +15,15 @@ from moeos import World
 from tests.processes import ForkedRanks, free_port, torchrun_environment
 
 
-def ranks_of_torch(function: Callable[[World], Any], ranks: int, seconds: float = 120.0) -> list:
+def ranks_of_torch(
+    function: Callable[[World], Any],
+    ranks: int,
+    seconds: float = 120.0,
+    killed: Collection[int] = (),
+) -> list:
     """What `function(world)` returns on each of `ranks` processes, which gloo connects, too.
 
-    Raises the lowest rank's error, if there is one.
+    Raises the lowest rank's error, if there is one. Those in `killed` must end without a word.
     """
     port, store = free_port(), free_port()
 
@@ -36,8 +41,10 @@ def ranks_of_torch(function: Callable[[World], Any], ranks: int, seconds: float 
 
     outcomes = ForkedRanks(live, ranks).ended(seconds)
     for rank, outcome in enumerate(outcomes):
-        if outcome is None:
-            raise AssertionError(f"rank {rank} died without a word")
+        if (outcome is None) != (rank in killed):
+            raise AssertionError(
+                f"rank {rank} ended with {outcome!r}; to be killed: {list(killed)}"
+            )
         if isinstance(outcome, Exception):
             raise outcome
     return outcomes

@@ -35,6 +35,7 @@ CFG = config(intermediate=192, max_tokens=70)
 WEIGHTS = draw_weights(CFG)
 CALLS = [draw_call(CFG, 9, number) for number in range(4)]
 FAR = 300.0
+NOT_THERE = "did not come (stuck, in another call, or ended: then start all ranks again)"
 
 
 @contextmanager
@@ -157,8 +158,30 @@ def test_reset_mends_what_a_rank_that_did_not_come_has_broken() -> None:
 
     first, second = ranks_of_torch(rank_main, 2)
     assert first.startswith("rank 0: the all-reduce of partial sums (reduce='after') ended without")
-    assert "within 1 s: a rank did not come" in first
+    assert f"within 1 s: rank 1 {NOT_THERE}" in first
     assert second == "None"
+
+
+@pytest.mark.parametrize("connected", [True, False], ids=["connected", "connecting"])
+@pytest.mark.parametrize("killed", [0, 2])
+def test_a_rank_that_is_killed_amid_the_all_reduce_is_named(killed: int, connected: bool) -> None:
+    """But for rank 0: it serves the store, in which others say that they wait."""
+
+    def rank_main(_: World) -> str:
+        with slices(3.0) as (world, layer, engine):
+            if connected:
+                require_right(layer)
+            if world.rank == killed:
+                engine._add_up = lambda tensors: os.kill(os.getpid(), signal.SIGKILL)
+            return str(raised_by(lambda: layer(CALLS[0].x)))
+
+    said = ranks_of_torch(rank_main, 3, killed=[killed])
+    del said[killed]
+    which = f"{killed} {NOT_THERE}"
+    named = [which if killed else "the ranks' store", "gave up"]
+    assert any(named[0] in one for one in said), said
+    assert all(any(word in one for word in named) for one in said), said
+    assert all("reset()" in one for one in said)
 
 
 def test_connections_and_threads_of_sums_go_with_their_workspace() -> None:
