@@ -101,13 +101,13 @@ class _Differentiable(torch.autograd.Function):
         for main_grad in asked.main:
             _leave_unchecked(main_grad)
         ctx.dtype_of_weights = None if weights is None else weights.dtype
-        ctx.save_for_backward(key, x, *kept, *own)
+        gradients.keep(ctx, key, x, *kept, *own)
         return out, *kept
 
     @staticmethod
     def backward(ctx: Any, *d_outs: Tensor) -> tuple[Tensor | None, ...]:
         gradients.check_first_derivative()
-        key, x, ids, used, tokens, saved, *own = ctx.saved_tensors
+        key, x, ids, used, tokens, saved, *own = gradients.kept_by(ctx)
         wanted = [ctx.needs_input_grad[place] for place in _PLACES]
         if ctx.dtype_of_weights is not None:  # then the gate has no part in it
             for number, name in enumerate(_NAMES):

@@ -170,7 +170,7 @@ class _Call(torch.autograd.Function):
         out, recording = record(how, x, weights, own)
         ctx.how, ctx.tokens = how, recording.tokens
         ctx.dtype_of_weights = None if weights is None else weights.dtype
-        ctx.save_for_backward(recording.topk_ids, recording.topk_weights, recording.saved, x, *own)
+        keep(ctx, recording.topk_ids, recording.topk_weights, recording.saved, x, *own)
         return out
 
     @staticmethod
@@ -182,7 +182,7 @@ class _Call(torch.autograd.Function):
             for name, main_grad in main_grads.found(ctx.with_main).items()
             if main_grads.asked(ctx.next_functions[ctx.edges[name]][0])
         }
-        ids, used, saved, x, *own = ctx.saved_tensors
+        ids, used, saved, x, *own = kept_by(ctx)
         d_out = received(d_outs[0])
         kept = Kept(x, d_out, ids, used, ctx.tokens, saved, ctx.dtype_of_weights)
         found: dict[int, Tensor | None] = {**derive(ctx.how, kept, own, wanted, main)}
@@ -191,6 +191,38 @@ class _Call(torch.autograd.Function):
             if gradient is not None:
                 found[PLACE[name]] = main_grads.add(ctx.with_main[name], main_grad, gradient)
         return tuple(found.get(place) for place in range(len(wanted)))
+
+
+def keep(ctx: Any, *tensors: Tensor | None) -> None:
+    """Saves a call's tensors for its backward, with what they are."""
+    ctx.forms = [None if one is None else _form(one) for one in tensors]
+    ctx.save_for_backward(*tensors)
+
+
+def kept_by(ctx: Any) -> list[Any]:
+    """They, each in memory as an engine reads it.
+
+    Raises `ValueError` for one that is not what it was, as a saved-tensor hook may return it.
+    """
+    found = list(ctx.saved_tensors)
+    for number, (one, form) in enumerate(zip(found, ctx.forms, strict=True)):
+        if one is None:
+            continue
+        if _form(one) != form:
+            was, now = (
+                f"{dtype} {list(shape)} on {device}" for shape, dtype, device in (form, _form(one))
+            )
+            raise ValueError(
+                f"what a forward call has saved as {was} is now {now}: return from saved-tensor "
+                "hooks what was packed"
+            )
+        if not one.is_contiguous():
+            found[number] = one.contiguous()
+    return found
+
+
+def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def received(d_out: Tensor) -> Tensor:

@@ -96,8 +96,8 @@ def _all_reduce_of(world: World, shared: SharedMemory, slicing: Slicing) -> AllR
         made[slices] = OfDevices(group, world.rank)
     else:
         name = f"{shared.number}/{slices}/{holder}"
-        stores = [world.control.store(f"{kind}/{name}") for kind in ("sums", "waits")]
+        sums, waits = (world.control.store(f"{kind}/{name}") for kind in ("sums", "waits"))
         what = f"rank {world.rank}: the all-reduce of partial sums (reduce='after')"
         place, those = world.rank - first, range(first, first + slices)
-        made[slices] = OfHosts(*stores, place, those, world.deadline, what, _REMEDY)
+        made[slices] = OfHosts(sums, waits, place, those, world.deadline, what, _REMEDY)
     return made[slices]

@@ -364,9 +364,9 @@ class _Group:
                 remedy=_REMEDY,
                 begins=_WHAT,
             )
-            stores = [self.control.store(kind) for kind in ("sums", "waits")]
+            sums, waits = (self.control.store(kind) for kind in ("sums", "waits"))
             place, those = member.rank, range(member.size)
-            self.by_hosts = OfHosts(*stores, place, those, world.deadline, self.what, _REMEDY)
+            self.by_hosts = OfHosts(sums, waits, place, those, world.deadline, self.what, _REMEDY)
         except BaseException as error:
             self._leave_round()
             if hasattr(self, "control"):

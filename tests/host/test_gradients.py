@@ -510,6 +510,52 @@ def test_gradients_are_right_with_any_default_dtype_and_device(
     assert_match(weights, calls, virtual.run(rank_main, ranks=1))
 
 
+def test_saved_tensors_come_back_in_memory_of_any_strides() -> None:
+    weights = draw_weights(config())
+    calls = [draw_call(weights.cfg, 30, 0)]
+
+    def strided(tensor: Tensor) -> Tensor:
+        return tensor.transpose(0, -1).contiguous().transpose(0, -1)
+
+    def rank_main(world: World) -> Gradients:
+        layer, call = weights.layer(world).requires_grad_(), leaves_of(calls[0])
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, strided):
+            y = layer(call.x)
+        y.backward(drawn(call, 0))
+        return found_of(call, layer)
+
+    assert_match(weights, calls, virtual.run(rank_main, ranks=1))
+
+
+@pytest.mark.parametrize(
+    ("unpack", "is_now"),
+    [
+        (lambda tensor: tensor.float(), r"torch.int\d+ \[.*\] on cpu is now torch.float32"),
+        (lambda tensor: tensor.double(), r"is now torch.float64"),
+        (lambda tensor: tensor[:1], r"\[30, .*\] on cpu is now torch.\w+ \[1, "),
+        (lambda tensor: tensor.to("meta"), r"on cpu is now .* on meta"),
+    ],
+    ids=["ids as floats", "double", "short", "meta"],
+)
+@pytest.mark.parametrize("as_operators", [False, True])
+def test_saved_tensors_that_a_hook_returns_as_something_else_are_refused(
+    unpack: Callable[[Tensor], Tensor], is_now: str, as_operators: bool
+) -> None:
+    weights = draw_weights(config())
+    through = torch.profiler.profile() if as_operators else contextlib.nullcontext()
+
+    def rank_main(world: World) -> None:
+        layer, call = weights.layer(world).requires_grad_(), draw_call(weights.cfg, 30, 0)
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack), through:
+            y = layer(call.x)
+        with pytest.raises(ValueError, match="what a forward call has saved as .*" + is_now):
+            y.sum().backward()
+        assert layer.w1.grad is None
+        assert torch.equal(layer(call.x), y)
+
+    virtual.run(rank_main, ranks=1)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_calls_the_layer_again(reentrant: bool) -> None:
     cfg = config()
