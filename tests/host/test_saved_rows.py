@@ -274,8 +274,8 @@ def test_what_was_saved_is_what_backward_reads() -> None:
 
 @pytest.mark.parametrize(
     "changed",
-    [lambda saved: saved[1:], lambda saved: saved.double(), lambda saved: saved.mT.contiguous().mT],
-    ids=["shape", "dtype", "strides"],
+    [lambda saved: saved[1:], lambda saved: saved.double()],
+    ids=["shape", "dtype"],
 )
 def test_saved_rows_that_are_not_the_calls_are_refused(changed: Any) -> None:
     weights = saving(draw_weights(config()))
@@ -290,7 +290,7 @@ def test_saved_rows_that_are_not_the_calls_are_refused(changed: Any) -> None:
 
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
             y = call(layer).sum()
-        with pytest.raises(ValueError, match=r"has saved are now .*must be contiguous .*hooks"):
+        with pytest.raises(ValueError, match=r"has saved as .* is now .*hooks"):
             y.backward()
         call(layer).sum().backward()  # and no call is missing
 
