@@ -37,9 +37,11 @@ STARTED = 580.0
 """Seconds, of every world."""
 
 # Calls of a few dozen rows take each token once to a rank, as those of thousands do otherwise. Not
-# in a fixture: kernels are compiled by other processes, which import this file alone.
-kernel_shape.ONCE_BYTES, kernel_shape.DEDUP_TOKENS = 8 << 10, 1
-kernel_shape.HOPPER_BLOCKS = 1  # few of their chunks bring all of their rows
+# in a fixture: kernels are compiled by other processes, which import this file alone. Where no GPU
+# runs them, other files' kernels, compiled by the process that collects this one, are as ever.
+if torch.cuda.is_available():
+    kernel_shape.ONCE_BYTES, kernel_shape.DEDUP_TOKENS = 8 << 10, 1
+    kernel_shape.HOPPER_BLOCKS = 1  # few of their chunks bring all of their rows
 
 _WIDER = 16
 _FALSE_ALARM = 1e-9

@@ -17,7 +17,7 @@ from moeos.kernel_shape import KernelShape
 
 ROOT = Path(__file__).parents[4]
 RESULTS, SUITE = ROOT / "results", ROOT / "configs" / "suites" / "fine-grained.toml"
-COMMITTED = json.loads((RESULTS / "layouts-1.json").read_text())
+COMMITTED = json.loads((RESULTS / "studies" / "layouts-1.json").read_text())
 TREES = json.loads((RESULTS / "trees" / "own-rows-1.json").read_text())
 
 
