@@ -296,7 +296,7 @@ MOEOS_INLINED void run_consumers(const RankArguments& arguments, const Call& cal
     }
     if (is_product(kind)) {
       knows_tiles = true;
-      compute_tile(arguments, slot, word, task, group, place, shared, stage);
+      compute_tile(arguments, slot, word, task, of_part(group), place, shared, stage);
       if (task.padded_rows == 0) {
         continue;
       }

@@ -28,7 +28,7 @@ inline void multiply_steps(float (&sums)[kRouteSums], u32 steps, u32 group, Shar
   if constexpr (kShape.fp32_router) {
     multiply_exactly(sums, steps, group, shared, stage);
   } else {
-    multiply_logits(sums, steps, group, shared, stage);
+    multiply_logits(sums, steps, of_part(group), shared, stage);
   }
 }
 

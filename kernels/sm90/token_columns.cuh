@@ -27,6 +27,12 @@ inline constexpr u32 kWeightsOfScale = scale_columns(kFormat, kShape.hidden);
 static_assert(!kTokensAreColumns ||
               (kProductCodes % kWeightsOfScale == 0 && 2 * kColumnWeights == kTileColumns));
 
+/// The first of a thread's rows of its warpgroup's weights.
+inline u32 first_weight_row() {
+  const u32 thread = of_part(threadIdx.x);
+  return thread / 32 % 4 * kWarpRows + thread % 32 / 4;
+}
+
 /// The e4m3 codes of four 4-bit ones, which are the lower 16 bits; others may be anything.
 inline u32 e4m3_of(u32 codes) {
   // Bytes whose first bit is set: permute_bytes fills those that the codes' own first bits choose.
@@ -54,12 +60,11 @@ class ColumnScales {
   ColumnScales(const RankArguments& arguments, const Task& task, u32 part, u32 group) {
     tokens_ = reinterpret_cast<const float*>(coded_row(arguments, task, thread() % kColumns) +
                                              kProduct.depth);
-    const u32 first = group * kColumnWeights + threadIdx.x / 32 % 4 * kWarpRows;
+    const u32 first = group * kColumnWeights + first_weight_row();
     const u8* all = kProduct.activated ? arguments.w1_scale : arguments.w2_scale;
 #pragma unroll
     for (u32 lower = 0; lower < 2; ++lower) {
-      const WeightRow row =
-          weight_row_at(task, part, task.local_expert, first + Machine::lane() / 4 + 8 * lower);
+      const WeightRow row = weight_row_at(task, part, task.local_expert, first + 8 * lower);
       weights_[lower] = scales_of(row, kProduct, all);
       if constexpr (kFormat == WeightFormat::nvfp4) {  // a warp's rows are of one matrix
         of_matrix_ = (kProduct.activated ? arguments.w1_scale_2 : arguments.w2_scale_2)[row.matrix];
@@ -105,8 +110,7 @@ class ColumnScales {
   static constexpr u32 kOfLane = kCodedDepth / kWeightsOfScale / 4;  // of a row in a box
   static_assert(kColumns * kBoxes * kGroups <= kConsumerThreads);
   static_assert(part_columns(kProduct, kTileColumns) % kWarpRows == 0);
-  /// For one use: else what follows from it takes registers for all parts.
-  static u32 thread() { return Machine::opaque(threadIdx.x - kFirstConsumerWarp * 32); }
+  static u32 thread() { return of_part(threadIdx.x - kFirstConsumerWarp * 32); }
 
   const float* tokens_;
   const u8* weights_[2];
@@ -148,7 +152,7 @@ inline void multiply_by_columns(float (&d)[kColumnHalves][kColumnSums],
   }
   Scales scales(arguments, task, part, group);
   auto* const of_tokens = reinterpret_cast<float*>(shared.route);
-  const u32 row = group * kColumnWeights + threadIdx.x / 32 % 4 * kWarpRows + Machine::lane() / 4;
+  const u32 row = group * kColumnWeights + first_weight_row();
   const u32 turn = row / (kSwizzleBytes / kCodedRowBytes) % kProducts;
   float sums[kAtOnce][kSums] = {};
   // Others may still read what Route has there.
@@ -263,7 +267,7 @@ inline void exchange_sums(float (&to)[kCodedSums], const float (&d)[kColumnHalve
   static_assert(kColumnTokens * kColumnWeights * sizeof(float) <= kRouteMemory);
   static_assert(kCodedSums == kConsumers * kColumnSums);
   auto* const sums = reinterpret_cast<float*>(shared.route);
-  const u32 row = threadIdx.x / 32 % 4 * kWarpRows + Machine::lane() / 4;
+  const u32 row = first_weight_row();
   const u32 pair = Machine::lane() % 4 * 2;
 #pragma unroll
   for (u32 half = 0; half < kColumnHalves; ++half) {
