@@ -142,8 +142,10 @@ class MoELayer(nn.Module):
     their calls in one order, whichever. It has the gradients of x, of topk_weights and of all
     parameters; what every rank holds whole gets those of this rank's tokens.
 
-    Parameters (dtype `cfg.dtype`; this rank holds X experts, those of `cfg.experts_of(rank, P)`, on
-    the last ranks fewer than on others, or none; or those of `placement.ranks[rank]`):
+    This rank holds X experts: those of `cfg.experts_of(rank, P)`, on the last ranks fewer than on
+    others, or none; or those of `placement.ranks[rank]`.
+
+    Parameters (dtype `cfg.dtype`):
         gate.weight [R, H]: the router, fp32 with `cfg.router_dtype`; R = `cfg.router_rows`, which
             is E + `cfg.zero_experts`.
         w1 [X, 2I, H] (gate rows, then up rows), or [X, I, H] where the activation has no gate.

@@ -319,7 +319,8 @@ def slicing_of(
     if parallel == "sharded_tokens" and policy != AUTO:
         raise ValueError(
             f"parallel is {parallel!r}{policy.name}; layout says where ranks with whole experts, "
-            "or with the same tokens, read rows: leave it out, or pass parallel='expert'"
+            "or with the same tokens, read rows: leave it out, or pass parallel='expert' or "
+            "'tensor'"
         )
     if policy.reduce == "after" and output != "replicated":
         raise ValueError(

@@ -367,7 +367,7 @@ def _policy_of(
 
 
 def _print_policy(found: Mapping[str, Any], chosen: Layout) -> None:
-    for name, what in (("layout", "before products"), ("reduce", "with products")):
+    for name, what in (("layout", "beside the products"), ("reduce", "with the products")):
         if name in found:
             costs = found[f"seconds_by_{name}"].items()
             each = ", ".join(f"{policy} {output.duration(cost)}" for policy, cost in costs)

@@ -165,7 +165,7 @@ def torch_cuda() -> Finding:
     """A PyTorch that can use the GPU."""
     works = torch.version.cuda is not None
     found = f"CUDA {torch.version.cuda}" if works else "a CPU build"
-    fix = "" if works else "pip install --force-reinstall torch"
+    fix = "" if works else "install a PyTorch for CUDA 13: https://pytorch.org/get-started/locally"
     return Finding("PyTorch's CUDA", works, found, fix)
 
 
