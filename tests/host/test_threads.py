@@ -373,7 +373,7 @@ def test_a_hundred_layers_made_and_deleted_hold_no_more_than_one() -> None:
         make_and_delete(5)
         threads, kib = native_threads(), resident_kib()
         make_and_delete(96)
-        assert native_threads() == threads
+        assert native_threads() <= threads  # some of a test before may have ended meanwhile
         assert resident_kib() < kib + 20 * 1024  # a layer has touched 4 MiB
 
 
