@@ -18,6 +18,7 @@ from moeos import _runtime
 from moeos.config import MoEConfig
 from moeos.sizes import (
     CHUNK_ROWS,
+    NARROW_ROWS,
     layer_sizes,
     of_gradients,
     parts,
@@ -47,7 +48,6 @@ virtual ranks); by NVSHMEM."""
 _TILE_ROWS = 128
 _STAGE_COLUMNS = 256
 _NARROW_COLUMNS = 128
-_NARROW_ROWS = 64
 _WEIGHT_BOX_ROWS = 128  # where no part reaches beyond them
 ORDERED_ROWS = 32
 """Rows of weights that lie in a box in an order of their own; a smaller box has no more."""
@@ -196,7 +196,7 @@ class KernelShape:
             "kept_bytes": _kept_bytes(cfg),
             "product0_parts": wide[0],
             "product1_parts": wide[1],
-            "narrow_rows": _NARROW_ROWS,
+            "narrow_rows": NARROW_ROWS,
             "product0_narrow_parts": narrow[0],
             "product1_narrow_parts": narrow[1],
             # Rows of any number lie next to those of another source. They take more boxes to load,
@@ -205,7 +205,7 @@ class KernelShape:
             "dedup_rows": _dedup_rows(cfg, sent_bytes(cfg)),
             "dedup_after": _dedup_after(cfg, self.world_size),
             "dispatch_tokens": _dispatch_tokens(cfg, self.slicing.pairs(cfg)),
-            "up_front_rows": _NARROW_ROWS,
+            "up_front_rows": NARROW_ROWS,
             **shared_cut(cfg, wide_columns[0], narrow_columns[0]),
         }
         return cfg, cut, self.slicing.sizes(cfg, self.world_size)
@@ -233,7 +233,7 @@ class KernelShape:
             "segment_align": _runtime.SEGMENT_ALIGN,
             "dedup_rows": _dedup_rows(cfg, sent),
             "dedup_after": _dedup_after(cfg, self.world_size),
-            "up_front_rows": _NARROW_ROWS,
+            "up_front_rows": NARROW_ROWS,
         }
         rows = dataclasses.replace(self.slicing, everywhere=True).sizes(cfg, self.world_size)
         return cfg, cut, {**rows, **of_gradients(sent, kept)}

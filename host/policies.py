@@ -17,6 +17,7 @@ from moeos import _runtime
 from moeos.config import MoEConfig
 from moeos.formats import FORMATS
 from moeos.rates import H200_BLOCKS, H200_LINK_BYTES, H200_MEMORY_BYTES, expert_rate
+from moeos.sizes import NARROW_ROWS
 
 Layout = Literal["auto", "expert_major", "expert_major_persistent", "token_major", "gathered"]
 """Where first products read rows, and where rows between the products lie."""
@@ -47,7 +48,7 @@ COPIED_BYTES = 3.4e12
 GATHERED_STEP = 0.24e-6
 """What a step of a product takes more where its rows are copied by index, cp.async's (the same):
 for each full tile of rows, and each part of so many columns. It was measured of first products."""
-GATHERED_ROWS, GATHERED_COLUMNS, NARROW_ROWS = 128, 256, 64
+GATHERED_ROWS, GATHERED_COLUMNS = 128, 256
 GATHERED_PART = 1.2e-6
 """What a part of a first product takes more before the first of its rows is copied from x: which
 tokens these are is looked up (docs/log/0113)."""

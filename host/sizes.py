@@ -26,6 +26,7 @@ from moeos.formats import (
     TOKEN_GROUP,
 )
 
+NARROW_ROWS = 64  # of an expert whose tile is narrow on a GPU, at most
 CHUNK_ROWS = 32
 """Of every machine: rows of one transfer and of one arrival flag."""
 MAX_RANKS = 2**16 - 1

@@ -255,7 +255,7 @@ def _not_used(unused: list[str], prefix: str, look: _Look, cfg: MoEConfig) -> st
     known = {*look.missing, *_parts_of(look.layout), *_own_names(look.layout)}
     alike = difflib.get_close_matches(_NUMBER.sub("{}", name), known, n=_NEAREST, cutoff=0.0)
     missing = f", in which {', '.join(map(repr, look.missing))} is missing" if look.missing else ""
-    of = f"layout {cfg.family!r}" if cfg.family is not None else f"the layout {look.layout.name!r}"
+    of = f"family {cfg.family!r}" if cfg.family is not None else f"the layout {look.layout.name!r}"
     return (
         f"{prefix}{name}{others} is not understood in {of}{missing}; the nearest names are "
         f"{', '.join(map(repr, alike))}"

@@ -66,7 +66,7 @@ def test_a_square_matrix_is_transposed_where_the_layout_says_so_and_only_there()
 
 def test_a_square_matrix_under_a_name_of_another_layout_is_refused() -> None:
     names = with_router(transposed=False)
-    with pytest.raises(ValueError, match=r"router\.weight is not understood in layout 'mixtral'"):
+    with pytest.raises(ValueError, match=r"router\.weight is not understood in family 'mixtral'"):
         load_block(config(family="mixtral"), names, PREFIX, 0, 1)
     names[PREFIX + "experts.gate_up_proj_bias"] = drawn(EXPERTS, 2 * SIZE)
     names[PREFIX + "experts.down_proj_bias"] = drawn(EXPERTS, SIZE)

@@ -46,6 +46,10 @@ def raised(do: Callable[[], object]) -> str:
     return "nothing"
 
 
+def _interrupted(*_: object, **__: object) -> NoReturn:
+    raise LookupError("of a handler")
+
+
 def given(layer: MoELayer) -> Tensor:
     """Gives w1 a gradient that says whose each part is."""
     layer.requires_grad_(True)
@@ -215,9 +219,6 @@ def test_what_a_handler_raises_amid_the_comparison_is_told_and_a_later_call_is_r
 def test_ranks_of_which_one_missed_a_call_meet_again(
     leaves: str, others_begin: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*_: object) -> NoReturn:
-        raise LookupError("of a handler")
-
     def rank_main(world: World) -> list[str]:
         with alone(deadline=1.0) as here:
             layer = MoELayer(CFG, here)
@@ -239,7 +240,7 @@ def test_ranks_of_which_one_missed_a_call_meet_again(
                 world.control.barrier()
             else:
                 with monkeypatch.context() as patch:
-                    patch.setattr(replicas, "_group_of", interrupted)
+                    patch.setattr(replicas, "_group_of", _interrupted)
                     reduce_on_all()
             for _ in range(3):
                 reduce_on_all()
@@ -258,9 +259,6 @@ def test_ranks_of_which_one_missed_a_call_meet_again(
 def test_ranks_of_which_one_was_interrupted_while_they_connected_meet_again(
     amid: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*_: object, **__: object) -> NoReturn:
-        raise LookupError("of a handler")
-
     def rank_main(world: World) -> list[str]:
         with alone(deadline=1.0) as here:
             layer = MoELayer(CFG, here)
@@ -269,7 +267,7 @@ def test_ranks_of_which_one_was_interrupted_while_they_connected_meet_again(
             for attempt in range(3):
                 with monkeypatch.context() as patch:
                     if attempt == 0 and world.rank == 1:
-                        patch.setattr(replicas, amid, interrupted)
+                        patch.setattr(replicas, amid, _interrupted)
                     said.append(
                         raised(
                             lambda: reduce_expert_grads_(
