@@ -13,6 +13,7 @@
 #include "kernels/sm90/accumulators.cuh"
 #include "kernels/sm90/arguments.cuh"
 #include "kernels/sm90/block.cuh"
+#include "kernels/sm90/four_bits.cuh"
 #include "kernels/sm90/products.cuh"
 #include "kernels/sm90/ptx/decode.cuh"
 
@@ -49,20 +50,6 @@ inline u32 stored_scale(const u8* scales, u32 index) {
     return scales[index];
   }
 }
-/// What it means. `of_matrix`: the scale of the row's matrix, where the format has one.
-inline float scale_of(u32 stored, float of_matrix) {
-  switch (kFormat) {
-    case WeightFormat::mxfp4:
-      return e8m0(static_cast<u8>(stored));
-    case WeightFormat::nvfp4:
-      return from_e4m3(stored).x * of_matrix;
-    case WeightFormat::int4_group32:
-      return bf16(static_cast<u16>(stored));
-    default:
-      return __uint_as_float(stored);
-  }
-}
-
 /// A consumer thread's row of a part's weights. What the part's task says is read again in each
 /// step: registers are few beside the accumulators.
 class StoredRow {
@@ -168,38 +155,40 @@ class StoredRow {
   /// The row's elements, eight at a time.
   void write(u8* box, u32 place, const uint4 (&codes)[kVectors]) const {
     auto* row = reinterpret_cast<uint4*>(box + place * kSwizzleBytes);
-    float scale = 0;
 #pragma unroll
     for (u32 v = 0; v < kTileDepth / 8; ++v) {
-      if (v * 8 % kScaleColumns == 0) {
-        scale = scale_of(next_[v * 8 / kScaleColumns], of_matrix_);
+      const u32 scale = next_[v * 8 / kScaleColumns];
+      u32 pairs[4];
+      if constexpr (code_bits(kFormat) == 4) {
+        decode_four_bits(pairs, word_of(codes[v * 8 / kVectorCodes], v * 8 % kVectorCodes), scale);
+      } else {
+        decode_e4m3(pairs, codes[v * 8 / kVectorCodes], v * 8 % kVectorCodes, scale);
       }
-      float values[8];
-      decode_eight(codes[v * 8 / kVectorCodes], v * 8 % kVectorCodes, values);
-      const auto pair = [&](u32 i) {
-        return Element::pack(values[i] * scale, values[i + 1] * scale);
-      };
-      row[v ^ place % 8] = make_uint4(pair(0), pair(2), pair(4), pair(6));
+      row[v ^ place % 8] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
     }
   }
 
-  /// Eight codes of a vector, from its `first` on.
-  static void decode_eight(const uint4& vector, u32 first, float (&values)[8]) {
+  /// The word of a vector that has code `first`.
+  static u32 word_of(const uint4& vector, u32 first) {
     const u32 words[] = {vector.x, vector.y, vector.z, vector.w};
-    const u32 word = first * code_bits(kFormat) / 32;
+    return words[first * code_bits(kFormat) / 32];
+  }
+
+  void decode_four_bits(u32 (&pairs)[4], u32 codes, u32 stored) const {
+    numbers_of(pairs, codes);
+    const CodeScale scale(stored, of_matrix_);
+#pragma unroll
+    for (u32& pair : pairs) {
+      pair = scale(pair);
+    }
+  }
+
+  static void decode_e4m3(u32 (&pairs)[4], const uint4& vector, u32 first, u32 stored) {
+    const float scale = __uint_as_float(stored);
 #pragma unroll
     for (u32 i = 0; i < 4; ++i) {
-      if constexpr (code_bits(kFormat) == 8) {
-        const float2 two = from_e4m3(words[word + i / 2] >> i % 2 * 16);
-        values[2 * i] = two.x;
-        values[2 * i + 1] = two.y;
-      } else {  // the i-th and the fourth behind it
-        const u32 both = words[word] >> i * 4;
-        const float2 two =
-            kFormat == WeightFormat::int4_group32 ? from_int4(both) : from_e2m1(both);
-        values[i] = two.x;
-        values[i + 4] = two.y;
-      }
+      const float2 two = from_e4m3(word_of(vector, first + 2 * i) >> i % 2 * 16);
+      pairs[i] = Element::pack(two.x * scale, two.y * scale);
     }
   }
 

@@ -15,30 +15,24 @@ inline float2 from_e4m3(u32 codes) {
   return make_float2(Float16::low(pair), Float16::high(pair));
 }
 
-/// Two e2m1 codes, in bits 0 to 3 and 16 to 19; other bits may be anything. As the first bits of
-/// fp16 numbers, which may be subnormal, they are 2^14 times too small.
-inline float2 from_e2m1(u32 codes) {
-  constexpr u32 kFactor = 0x74007400;  // 2^14, twice
-  u32 pair = (codes & 0x00080008U) << 12 | (codes & 0x00070007U) << 9;
-  asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(pair) : "r"(kFactor));
-  return make_float2(Float16::low(pair), Float16::high(pair));
-}
-
-/// Two 4-bit integers that are stored with 8 added, in the same places. As the last bits of the
-/// fp16 number 1024 they are added to it.
-inline float2 from_int4(u32 codes) {
-  constexpr u32 kAdded = 0x64086408;  // 1032, twice
-  u32 pair = (codes & 0x000F000FU) | 0x64006400U;
-  asm("sub.rn.f16x2 %0, %0, %1;" : "+r"(pair) : "r"(kAdded));
-  return make_float2(Float16::low(pair), Float16::high(pair));
-}
-
 /// Four bytes out of the eight of `low` and `high`, each by four bits of `which`: its number, and
 /// above it whether the byte's first bit is to fill the byte.
 inline u32 permute_bytes(u32 low, u32 high, u32 which) {
   u32 bytes;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(which));
   return bytes;
+}
+
+/// Two BF16 numbers times two others, rounded to nearest; subnormal ones, too.
+inline u32 multiply_bf16(u32 pair, u32 by) {
+  u32 product;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(pair), "r"(by));
+  return product;
+}
+inline u32 subtract_bf16(u32 pair, u32 other) {
+  u32 difference;
+  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(difference) : "r"(pair), "r"(other));
+  return difference;
 }
 
 /// The e4m3 codes of two numbers: the nearest, and none beyond the largest.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/formats.hpp"
+#include "kernels/sm90/element.cuh"
 #include "runtime/base.hpp"
 
 namespace moeos::sm90 {
@@ -10,9 +11,6 @@ namespace moeos::sm90 {
 inline float2 from_e4m3(u32 codes) {
   return make_float2(e4m3(static_cast<u8>(codes)), e4m3(static_cast<u8>(codes >> 8)));
 }
-inline float2 from_e2m1(u32 codes) { return make_float2(e2m1(codes), e2m1(codes >> 16)); }
-inline float2 from_int4(u32 codes) { return make_float2(int4(codes), int4(codes >> 16)); }
-
 inline u32 permute_bytes(u32 low, u32 high, u32 which) {
   u32 bytes = 0;
   for (u32 i = 0; i < 4; ++i) {
@@ -21,6 +19,16 @@ inline u32 permute_bytes(u32 low, u32 high, u32 which) {
     bytes |= u32{static_cast<u8>((place & 8U) == 0 ? byte : byte >> 7 != 0 ? 0xFF : 0)} << 8 * i;
   }
   return bytes;
+}
+
+// Products and differences of two BF16 numbers are exact in fp32, or far from where it ends.
+inline u32 multiply_bf16(u32 pair, u32 by) {
+  return Bfloat16::pack(Bfloat16::low(pair) * Bfloat16::low(by),
+                        Bfloat16::high(pair) * Bfloat16::high(by));
+}
+inline u32 subtract_bf16(u32 pair, u32 other) {
+  return Bfloat16::pack(Bfloat16::low(pair) - Bfloat16::low(other),
+                        Bfloat16::high(pair) - Bfloat16::high(other));
 }
 
 inline uint2 eight_codes(const float (&values)[8], float factor) {
