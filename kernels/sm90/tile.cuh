@@ -12,6 +12,7 @@
 #include "kernels/sm90/products.cuh"
 #include "kernels/sm90/stored_weights.cuh"
 #include "kernels/sm90/token_columns.cuh"
+#include "kernels/sm90/weights_in_registers.cuh"
 #include "runtime/planted.hpp"
 
 namespace moeos::sm90 {
@@ -90,7 +91,8 @@ MOEOS_INLINED void compute_tile(const RankArguments& arguments, const Slot& slot
       fence_proxy_async_shared();
     }
   };
-  if (task.padded_rows != 0 && group * kConsumerRows >= task.padded_rows) {
+  const bool has_rows = task.padded_rows == 0 || group * kConsumerRows < task.padded_rows;
+  if (!has_rows && !is_in_warps(task)) {
     if (!MOEOS_PLANTED(skipped_stages_are_not_followed)) {
       skip_tile(steps_of(task), shared, stage, prepare);
     }
@@ -105,17 +107,23 @@ MOEOS_INLINED void compute_tile(const RankArguments& arguments, const Slot& slot
   } else if (has_narrow_parts(task)) {
     // The part is read again behind the products: no register is kept for it.
     float d[kNarrowColumns / 2];
-    start_accumulators(d, arguments, task, word.part());
-    if (task.narrow != 0) {
-      multiply_narrow(d, steps_of(task), shared, stage, prepare);
+    if (is_in_warps(task)) {
+      multiply_in_warps<kWeightsInRegisters>(d, arguments, task, word.part(), group, shared, stage);
     } else {
-      multiply_tile(d, steps_of(task), group, shared, stage, prepare);
+      start_accumulators(d, arguments, task, word.part());
+      if (task.narrow != 0) {
+        multiply_narrow(d, steps_of(task), shared, stage, prepare);
+      } else {
+        multiply_tile(d, steps_of(task), group, shared, stage, prepare);
+      }
     }
     stamp_computed(shared, place);
     if constexpr (kSaves) {
       save_rows(d, arguments, task, slot.word.part());
     }
-    finish_tile(d, task, slot, slot.word.part());
+    if (has_rows) {
+      finish_tile(d, task, slot, slot.word.part());
+    }
   } else {
     float d[kTileColumns / 2];
     start_accumulators(d, arguments, task, word.part());

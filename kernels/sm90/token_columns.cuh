@@ -262,15 +262,16 @@ inline u32 place_of_sum(u32 token, u32 row) {
 /// Hands what both warpgroups have multiplied to those whose rows they are, as accumulators.cuh has
 /// them; `to` begins as zeros. By all consumers, of a tile of so many rows. Of none: a warp that
 /// rehearses has no others to meet.
-inline void exchange_sums(float (&to)[kCodedSums], const float (&d)[kColumnHalves][kColumnSums],
-                          u32 rows, u32 group, Shared& shared) {
+template <u32 kHalves>
+inline void exchange_sums(float (&to)[kCodedSums], const float (&d)[kHalves][kColumnSums], u32 rows,
+                          u32 group, Shared& shared) {
   static_assert(kColumnTokens * kColumnWeights * sizeof(float) <= kRouteMemory);
   static_assert(kCodedSums == kConsumers * kColumnSums);
   auto* const sums = reinterpret_cast<float*>(shared.route);
   const u32 row = first_weight_row();
   const u32 pair = Machine::lane() % 4 * 2;
 #pragma unroll
-  for (u32 half = 0; half < kColumnHalves; ++half) {
+  for (u32 half = 0; half < kHalves; ++half) {
     if (half * kColumnTokens >= rows) {
       continue;
     }
