@@ -49,6 +49,7 @@ inline float scale_of(u32 stored, float of_matrix) {
 /// What numbers of a scale group are multiplied by.
 class CodeScale {
  public:
+  CodeScale() = default;
   CodeScale(u32 stored, float of_matrix) {
     if constexpr (kInPairs) {
       const u32 power = stored == 0xFF ? 0x7FC0U : stored == 0 ? 0x40U : stored << 7;  // e8m0
@@ -56,6 +57,17 @@ class CodeScale {
     } else {
       in_fp32_ = scale_of(stored, of_matrix);
     }
+  }
+
+  /// The one that another lane has. By all lanes.
+  CodeScale of_lane(u32 lane) const {
+    CodeScale other;
+    if constexpr (kInPairs) {
+      other.in_pairs_ = __shfl_sync(~0U, in_pairs_, static_cast<int>(lane));
+    } else {
+      other.in_fp32_ = __shfl_sync(~0U, in_fp32_, static_cast<int>(lane));
+    }
+    return other;
   }
 
   /// Two weights of the layer's type. Of a code and one scale, which BF16 has, a product in BF16 is

@@ -28,6 +28,14 @@ inline constexpr u32 kProductTokens = 8;
 /// each of the four lanes that have it keeps a quarter.
 class LaneScales {
  public:
+  static constexpr u32 kColumns = scale_columns(kFormat, kShape.hidden);
+  static constexpr u32 kOfLane =
+      maximum(1U, kNarrowDepth * kTileDepth / minimum(kColumns, kLaneColumns) / 4);
+  /// In a step, as they are stored.
+  struct Stored {
+    u32 of[2][kOfLane];
+  };
+
   /// `place`: of the first row in a stage.
   LaneScales(const RankArguments& arguments, const Task& task, u32 part, u32 place, u32 lane)
       : lane_(lane), depth_(product_of(task).depth) {
@@ -41,43 +49,44 @@ class LaneScales {
         of_matrix_ = (product.activated ? arguments.w1_scale_2 : arguments.w2_scale_2)[row.matrix];
       }
     }
-    load(0);
   }
 
-  /// Asks for the scales of a step. Beyond the row: zeros.
-  void load(u32 step) {
+  /// Asks for those of a step. Beyond the row: zeros.
+  Stored load(u32 step) const {
+    Stored stored;
 #pragma unroll
     for (u32 lower = 0; lower < 2; ++lower) {
-      stored_[lower] = 0;
 #pragma unroll
       for (u32 nth = 0; nth < kOfLane; ++nth) {
         const u32 index = (step * 4 + lane_ % 4) * kOfLane + nth;
-        const bool is_there = index * kColumns < depth_;
-        stored_[lower] |= (is_there ? stored_scale(rows_[lower], index) : 0) << kBits * nth;
+        stored.of[lower][nth] = index * kColumns < depth_ ? stored_scale(rows_[lower], index) : 0;
+      }
+    }
+    return stored;
+  }
+
+  /// They are the step's.
+  void set(const Stored& stored) {
+#pragma unroll
+    for (u32 lower = 0; lower < 2; ++lower) {
+#pragma unroll
+      for (u32 nth = 0; nth < kOfLane; ++nth) {
+        scales_[lower][nth] = CodeScale(stored.of[lower][nth], of_matrix_);
       }
     }
   }
 
-  u32 lane() const { return lane_; }
   /// The `nth` of a row's in the step.
   CodeScale of(u32 lower, u32 nth) const {
-    const u32 lane = lane_ / 4 * 4 + nth / kOfLane;
-    const u32 both = __shfl_sync(~0U, stored_[lower], static_cast<int>(lane));
-    return CodeScale(kOfLane == 1 ? both : both >> nth % kOfLane * kBits & ((1U << kBits) - 1),
-                     of_matrix_);
+    return scales_[lower][nth % kOfLane].of_lane(lane_ / 4 * 4 + nth / kOfLane);
   }
 
  private:
-  static constexpr u32 kColumns = scale_columns(kFormat, kShape.hidden);
-  static constexpr u32 kBits = 8 * scale_bytes(kFormat);
-  static constexpr u32 kOfLane =
-      maximum(1U, kNarrowDepth * kTileDepth / minimum(kColumns, kLaneColumns) / 4);
-
   u32 lane_;
   u32 depth_;
   const u8* rows_[2];
   float of_matrix_ = 1.0F;
-  u32 stored_[2];
+  CodeScale scales_[2][kOfLane];
 };
 
 /// A warp's products of 32 columns: 16 rows of weights.
@@ -85,10 +94,10 @@ struct WarpWeights {
   u32 of[kLaneColumns / 16][4];
 
   /// `row`: of codes of 64 columns, which TMA has swizzled; `nth`: of its halves, the first of which
-  /// lies behind the second where `turn` is 1.
-  WarpWeights(const u8* row, u32 nth, u32 turn, const LaneScales& scales, u32 column) {
-    constexpr u32 kColumns = scale_columns(kFormat, kShape.hidden);
-    const u32 which = scales.lane() % 4 * 0x11U + 0x40U;  // a byte of each of two words
+  /// lies behind the second where `turn` is 1. `column`: in the step.
+  WarpWeights(const u8* row, u32 nth, u32 turn, u32 lane, const LaneScales& scales, u32 column) {
+    constexpr u32 kScales = kLaneColumns / minimum(LaneScales::kColumns, kLaneColumns);
+    const u32 which = lane % 4 * 0x11U + 0x40U;  // a byte of each of two words
 #pragma unroll
     for (u32 lower = 0; lower < 2; ++lower) {
       const uint4 codes =
@@ -98,10 +107,12 @@ struct WarpWeights {
       u32 pairs[4];
       numbers_of(pairs, mine);
 #pragma unroll
-      for (u32 k = 0; k < 2; ++k) {
-        const CodeScale scale = scales.of(lower, (column + 16 * k) / kColumns);
-        of[k][lower] = scale(pairs[2 * k]);
-        of[k][2 + lower] = scale(pairs[2 * k + 1]);
+      for (u32 nth_scale = 0; nth_scale < kScales; ++nth_scale) {
+        const CodeScale scale = scales.of(lower, column / kLaneColumns * kScales + nth_scale);
+#pragma unroll
+        for (u32 i = nth_scale * 4 / kScales; i < (nth_scale + 1) * 4 / kScales; ++i) {
+          of[i / 2][i % 2 * 2 + lower] = scale(pairs[i]);
+        }
       }
     }
   }
@@ -129,47 +140,52 @@ inline void start_rows(float (&d)[kColumnSums], const RankArguments& arguments, 
 }
 
 /// d += a warp's 16 rows of a part's weights times a tile's tokens: fours of eight of them each.
+template <u32 kTokens>
 inline void multiply_rows_of_warp(float (&d)[kColumnSums], const RankArguments& arguments,
-                              const Task& task, u32 part, Shared& shared,
-                              RingPosition<kStages>& stage) {
+                                  const Task& task, u32 part, Shared& shared,
+                                  RingPosition<kStages>& stage) {
   // Worked out again for each part: there is no register to keep it in.
   const u32 thread = Machine::opaque(threadIdx.x);
   const u32 lane = thread % 32;
   const u32 place = (thread / 32 - kFirstConsumerWarp) * kWarpRows + lane / 4;
   const u32 turn = place / (kSwizzleBytes / kCodeBytes) % 2;
-  const u32 tokens = task.padded_rows;
   const u32 steps = steps_of(task);
+  if (steps == 0) {
+    return;
+  }
   LaneScales scales(arguments, task, part, place, lane);
+  // Scales are asked for two steps ahead: a fence between proxies waits for loads, too.
+  LaneScales::Stored next = scales.load(0);
+  LaneScales::Stored second = scales.load(1);
 #pragma unroll 1
   for (u32 step = 0; step < steps; ++step, stage.advance()) {
-    LaneScales next = scales;
-    next.load(step + 1);
+    scales.set(next);
+    next = second;
+    second = scales.load(step + 2);
     shared.stage_full[stage.index].wait(stage.parity);
     const Stage& from = shared.stages[stage.index];
-#pragma unroll 1
+    const u8* const codes = from.weights + place * kCodeBytes;
+    // The lane's row of matrices of columns: pieces of 16 bytes, swizzled within 128.
+    const u8* const rows = from.rows + lane % 8 * kSwizzleBytes;
+#pragma unroll
     for (u32 box = 0; box < kNarrowDepth; ++box) {
-      const u8* const codes =
-          from.weights + box * kNarrowColumns * kSwizzleBytes + place * kCodeBytes;
-      // The lane's row of matrices of columns: pieces of 16 bytes, swizzled within 128.
-      const u8* const rows = from.rows + (box * kNarrowRows + lane % 8) * kSwizzleBytes;
 #pragma unroll
       for (u32 nth = 0; nth < kTileDepth / kLaneColumns; ++nth) {
-        const WarpWeights weights(codes, nth, turn, scales, box * kTileDepth + nth * kLaneColumns);
-        const u8* const pieces = rows + ((nth * 4 + lane / 8) ^ lane % 8) * 16;
+        const WarpWeights weights(codes + box * kNarrowColumns * kSwizzleBytes, nth, turn, lane,
+                                  scales, box * kTileDepth + nth * kLaneColumns);
+        const u8* const pieces = rows + box * kNarrowRows * kSwizzleBytes +
+                                 ((nth * 4 + lane / 8) ^ lane % 8) * 16;
 #pragma unroll
-        for (u32 token = 0; token < kNarrowRows; token += kProductTokens) {
-          if (token < tokens) {
-            u32 columns[4];
-            load_matrices(columns, pieces + token * kSwizzleBytes);
-            float* const sums = d + token / 2;
-            multiply_in_warp<MOEOS_FLOAT16>(sums, weights.of[0], columns[0], columns[1]);
-            multiply_in_warp<MOEOS_FLOAT16>(sums, weights.of[1], columns[2], columns[3]);
-          }
+        for (u32 token = 0; token < kTokens; token += kProductTokens) {
+          u32 columns[4];
+          load_matrices(columns, pieces + token * kSwizzleBytes);
+          float* const sums = d + token / 2;
+          multiply_in_warp<MOEOS_FLOAT16>(sums, weights.of[0], columns[0], columns[1]);
+          multiply_in_warp<MOEOS_FLOAT16>(sums, weights.of[1], columns[2], columns[3]);
         }
       }
     }
     release_read_stage(shared, stage.index);
-    scales = next;
   }
 }
 
@@ -182,7 +198,16 @@ inline void multiply_in_warps(float (&d)[kCodedSums], const RankArguments& argum
   if constexpr (kUsed) {
     float sums[1][kColumnSums];
     start_rows(sums[0], arguments, task, part);
-    multiply_rows_of_warp(sums[0], arguments, task, part, shared, stage);
+    // Of other numbers of tokens some are multiplied that nobody sent.
+    if (task.padded_rows <= 8) {
+      multiply_rows_of_warp<8>(sums[0], arguments, task, part, shared, stage);
+    } else if (task.padded_rows <= 16) {
+      multiply_rows_of_warp<16>(sums[0], arguments, task, part, shared, stage);
+    } else if (task.padded_rows <= 32) {
+      multiply_rows_of_warp<32>(sums[0], arguments, task, part, shared, stage);
+    } else {
+      multiply_rows_of_warp<kNarrowRows>(sums[0], arguments, task, part, shared, stage);
+    }
 #pragma unroll
     for (float& sum : d) {
       sum = 0.0F;
