@@ -9,6 +9,8 @@
 #include "kernels/sm90/boxes.cuh"
 #include "kernels/sm90/gathered_rows.cuh"
 #include "kernels/sm90/products.cuh"
+#include "kernels/sm90/ptx/code.cuh"
+#include "kernels/sm90/stored_weights.cuh"
 #include "runtime/planted.hpp"
 
 namespace moeos::sm90 {
@@ -128,9 +130,29 @@ inline void prefetch_maps(const RankArguments& arguments) {
       reinterpret_cast<const TensorMap*>(&static_cast<const TensorMaps&>(arguments)));
 }
 
+/// Asks L2 for the scales of a part's weights, where each row has many. Its stages are loaded some
+/// steps before they are used, and in each the consumers wait for the scales of one to come.
+inline void prefetch_scales(const RankArguments& arguments, const Task& task, u32 part) {
+  if constexpr (kFormat != WeightFormat::plain && !is_fp8(kFormat)) {
+    const Product product = product_of(task);
+    const u32 nth = Machine::lane();  // of the part's matrices
+    if (is_shared(task) || task.padded_rows == 0 || nth >= matrices_of(product)) {
+      return;
+    }
+    const u32 first = first_column_of(task, part);
+    const WeightRow row{task.local_expert * matrices_of(product) + nth, first};
+    const u32 rows = minimum(columns_of(task), product.columns - first);
+    const u64 begin = reinterpret_cast<u64>(
+        scales_of(row, product, product.activated ? arguments.w1_scale : arguments.w2_scale));
+    const u64 end = begin + rows * scales_of_row(kFormat, product.depth) * scale_bytes(kFormat);
+    prefetch_bytes(begin / 16 * 16, static_cast<u32>(align_up(end, u64{16}) - begin / 16 * 16));
+  }
+}
+
 /// A GEMM part's operands.
 inline void load_tile(const RankArguments& arguments, const Layout& layout, const Task& task,
                       u32 part, Loader& loader) {
+  prefetch_scales(arguments, task, part);
   const bool narrow = task.narrow != 0;
   const u32 depth = narrow ? kNarrowDepth : 1;
   const u32 columns = weight_rows_of(task);

@@ -24,6 +24,10 @@ struct WeightRow {
   u32 matrix;
   u32 row;
 };
+/// Matrices of a product's weights in an MLP.
+constexpr u32 matrices_of(const Product& product) {
+  return kShape.gated() && product.activated ? 2 : 1;
+}
 /// The row that lies at a place in the stages of a part, which is of an MLP.
 inline WeightRow weight_row_at(const Task& task, u32 part, u32 mlp, u32 place) {
   const Product product = product_of(task);
@@ -31,7 +35,7 @@ inline WeightRow weight_row_at(const Task& task, u32 part, u32 mlp, u32 place) {
   const u32 of_part = ordered_row(place);
   const bool up = of_part >= columns;
   // A tile may reach beyond its matrix. Results of such rows are nobody's.
-  return {mlp * (kShape.gated() && product.activated ? 2 : 1) + up,
+  return {mlp * matrices_of(product) + up,
           minimum(first_column_of(task, part) + of_part - (up ? columns : 0), product.columns - 1)};
 }
 /// Where its scales begin, of `all`.
@@ -115,10 +119,11 @@ class StoredRow {
       if (has_row) {
         write(box, place, codes);
       }
-      load_scales(task, nth, step + 1);
       // wgmma reads by the async proxy what was written by the generic one; and TMA writes again
       // where codes were read.
       fence_proxy_async_shared();
+      // Behind the fence, which would wait for them.
+      load_scales(task, nth, step + 1);
       named_barrier(kConsumersBarrier, kConsumerThreads);
     }
   }
