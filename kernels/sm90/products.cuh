@@ -15,7 +15,8 @@
 //   mainloop.cuh   the consumers multiply stage by stage: d += rows * weights^T
 //                  (stored_weights.cuh: first they decode weights that are codes and scales;
 //                  coded_products.cuh: they multiply codes by codes;
-//                  token_columns.cuh: codes of 4 bits by codes)
+//                  token_columns.cuh: codes of 4 bits by codes;
+//                  weights_in_registers.cuh: codes of 4 bits by few numbers)
 //   epilogue.cuh   bias, activation and conversion, from accumulators to eight columns of a row
 //   sinks.cuh      where results lie, and how they get there
 //

@@ -30,7 +30,7 @@ class LaneScales {
  public:
   static constexpr u32 kColumns = scale_columns(kFormat, kShape.hidden);
   static constexpr u32 kOfLane =
-      maximum(1U, kNarrowDepth * kTileDepth / minimum(kColumns, kLaneColumns) / 4);
+      maximum(1U, kNarrowDepth* kTileDepth / minimum(kColumns, kLaneColumns) / 4);
   /// In a step, as they are stored.
   struct Stored {
     u32 of[2][kOfLane];
@@ -93,8 +93,8 @@ class LaneScales {
 struct WarpWeights {
   u32 of[kLaneColumns / 16][4];
 
-  /// `row`: of codes of 64 columns, which TMA has swizzled; `nth`: of its halves, the first of which
-  /// lies behind the second where `turn` is 1. `column`: in the step.
+  /// `row`: of codes of 64 columns, which TMA has swizzled; `nth`: of its halves, the first of
+  /// which lies behind the second where `turn` is 1. `column`: in the step.
   WarpWeights(const u8* row, u32 nth, u32 turn, u32 lane, const LaneScales& scales, u32 column) {
     constexpr u32 kScales = kLaneColumns / minimum(LaneScales::kColumns, kLaneColumns);
     const u32 which = lane % 4 * 0x11U + 0x40U;  // a byte of each of two words
@@ -124,12 +124,12 @@ inline void start_rows(float (&d)[kColumnSums], const RankArguments& arguments, 
   float values[2] = {};
   if constexpr (kBias) {
     const Product product = product_of(task);
-    const auto* biases = reinterpret_cast<const u16*>(product.activated ? arguments.b1
-                                                                        : arguments.b2);
+    const auto* biases =
+        reinterpret_cast<const u16*>(product.activated ? arguments.b1 : arguments.b2);
 #pragma unroll
     for (u32 lower = 0; lower < 2; ++lower) {
-      const WeightRow row = weight_row_at(task, part, task.local_expert,
-                                          tile_row(lower) + Machine::lane() / 4);
+      const WeightRow row =
+          weight_row_at(task, part, task.local_expert, tile_row(lower) + Machine::lane() / 4);
       values[lower] = Element::low(biases[u64{row.matrix} * product.columns + row.row]);
     }
   }
@@ -173,8 +173,8 @@ inline void multiply_rows_of_warp(float (&d)[kColumnSums], const RankArguments& 
       for (u32 nth = 0; nth < kTileDepth / kLaneColumns; ++nth) {
         const WarpWeights weights(codes + box * kNarrowColumns * kSwizzleBytes, nth, turn, lane,
                                   scales, box * kTileDepth + nth * kLaneColumns);
-        const u8* const pieces = rows + box * kNarrowRows * kSwizzleBytes +
-                                 ((nth * 4 + lane / 8) ^ lane % 8) * 16;
+        const u8* const pieces =
+            rows + box * kNarrowRows * kSwizzleBytes + ((nth * 4 + lane / 8) ^ lane % 8) * 16;
 #pragma unroll
         for (u32 token = 0; token < kTokens; token += kProductTokens) {
           u32 columns[4];

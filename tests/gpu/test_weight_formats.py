@@ -18,9 +18,10 @@ from tests.gpu.cases import (
     blocks,
     compile_cases,
     given_and_routed,
+    run_calls,
     why_not,
 )
-from tests.layers import config, draw_weights
+from tests.layers import Call, config, draw_call, draw_weights
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "runs")
 
@@ -70,6 +71,19 @@ def test_a_format_on_the_gpu_is_the_references(name: str) -> None:
     case = CASES[name]
     weights = draw_weights(case.cfg, seed=1)
     assert_computes(case, weights, given_and_routed(weights, (1, 8, 0, 300, 77)))
+
+
+@pytest.mark.parametrize("form", NAMES)
+def test_an_output_does_not_depend_on_the_tokens_beside_it(form: str) -> None:
+    """Weights of 4 bits are decoded in other ways in narrow tiles than in wide ones: to the same
+    bits."""
+    case = CASES[f"{form}, swiglu, 2 ranks"]
+    weights = draw_weights(case.cfg, seed=1)
+    many = draw_call(case.cfg, 300, seed=3).x
+    calls = [Call(many), *(Call(many[:tokens].clone()) for tokens in (1, 9, 40))]
+    outputs, _ = run_calls(case, weights, [calls, calls])
+    for of_all, *others in outputs:
+        assert all(torch.equal(of_all[: len(y)], y) for y in others)
 
 
 def test_a_layer_that_is_quantised_on_the_gpu_has_the_codes_of_the_twins() -> None:

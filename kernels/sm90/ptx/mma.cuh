@@ -22,10 +22,10 @@ inline void load_matrices(u32 (&to)[4], const void* row) {
 /// / 4. d: columns 2l, 2l + 1 of a's first row, then of its second one.
 template <bool kFloat16>
 inline void multiply_in_warp(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
-#define MOEOS_MMA(type)                                                              \
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                \
+#define MOEOS_MMA(type)                                                               \
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                 \
                ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                      \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                       \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
   if constexpr (kFloat16) {
     MOEOS_MMA("f16");
