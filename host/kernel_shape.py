@@ -55,6 +55,7 @@ VALUE_COLUMNS = 128
 """Of a part of the first product of a call of gradients."""
 DEPTH = 64
 """Columns of a kept row are a multiple: kTileDepth."""
+_LINE_BYTES = 128  # of a cache, of which the rows of a call of gradients are whole ones
 _CHOICE_BYTES = 8  # of a slot of a token, in a row that is sent
 _FEW_TOKENS = 512  # a layer for at most so many in a call is one for few
 _ROUTE_TOKENS = 64  # of a block, at most
@@ -219,10 +220,11 @@ class KernelShape:
         hidden = cfg.hidden * size
         columns = -(-cfg.intermediate // DEPTH) * DEPTH
         product0_parts, product1_parts = parts(cfg, VALUE_COLUMNS, _STAGE_COLUMNS)
-        sent = _align(2 * hidden + self.slicing.pairs(cfg) * _CHOICE_BYTES)
-        kept = _align((3 if cfg.gated else 2) * columns * size + 4 * product0_parts + 4)
+        sent = _align(2 * hidden + self.slicing.pairs(cfg) * _CHOICE_BYTES, _LINE_BYTES)
+        kept = (3 if cfg.gated else 2) * columns * size + 4 * product0_parts + 4
+        kept = _align(kept, _LINE_BYTES)
         if self.world_size > 1:  # a peer may send again before weights have their gradients
-            kept += 2 * hidden
+            kept += copies_bytes(cfg)
         cut = {
             "tile_rows": _TILE_ROWS,
             "route_tokens": _ROUTE_TOKENS,
@@ -268,9 +270,14 @@ def route_banks(cfg: MoEConfig) -> int:
     return -(-cfg.router_rows // route_columns(cfg))
 
 
-def _align(size: int) -> int:
-    """To what bulk copies and tensor maps need."""
-    return -(-size // 16) * 16
+def copies_bytes(cfg: MoEConfig) -> int:
+    """Of x and of the gradient of the output, behind all else that a row keeps."""
+    return _align(2 * cfg.hidden * cfg.dtype.itemsize, _LINE_BYTES)
+
+
+def _align(size: int, to: int = 16) -> int:
+    """`to`: 16 is what bulk copies and tensor maps need."""
+    return -(-size // to) * to
 
 
 def _tile_columns(cfg: MoEConfig) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy
@@ -387,14 +388,6 @@ class ArgumentPacker:
         row_bytes: int | None = None,
     ) -> bytes:
         """`row_bytes`: from one row to the next; None: rows lie side by side."""
-        if address % ADDRESS_ALIGNMENT != 0:
-            raise ValueError(
-                f"{name} lies at address {address:#x}; it must be a multiple of "
-                f"{ADDRESS_ALIGNMENT}: pass a copy, {name}.clone()"
-            )
-        driver = self._driver
-        kind = driver.CUtensorMapDataType
-        # Each dimension but the first: its size, its stride in rows, and what a box has of it.
         dimensions = [(rows, 1, box.rows)]
         if box.ordered:  # see load_weights in kernels/sm90/ptx/tma.cuh
             groups = box.rows // ORDERED_ROWS
@@ -404,6 +397,27 @@ class ArgumentPacker:
                 (_ROWS_TOGETHER // 2, 2, _ROWS_TOGETHER // 2),
                 (groups, ORDERED_ROWS, groups),
             ]
+        return self.encode_dimensions(name, address, columns, dimensions, box, row_bytes)
+
+    def encode_dimensions(
+        self,
+        name: str,
+        address: int,
+        columns: int,
+        dimensions: Sequence[tuple[int, int, int]],
+        box: Box,
+        row_bytes: int | None = None,
+    ) -> bytes:
+        """The same of rows in several dimensions: of each its size, its stride in rows, and what a
+        box has of it.
+        """
+        if address % ADDRESS_ALIGNMENT != 0:
+            raise ValueError(
+                f"{name} lies at address {address:#x}; it must be a multiple of "
+                f"{ADDRESS_ALIGNMENT}: pass a copy, {name}.clone()"
+            )
+        driver = self._driver
+        kind = driver.CUtensorMapDataType
         size_of_element = box.element.itemsize
         if row_bytes is None:
             row_bytes = columns * size_of_element
@@ -424,7 +438,8 @@ class ArgumentPacker:
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
         if int(status) != 0:
-            raise RuntimeError(f"no tensor map of {name}, [{rows}, {columns}]: {status.name}")
+            sizes = [size for size, _, _ in dimensions]
+            raise RuntimeError(f"no tensor map of {name}, {[*sizes, columns]}: {status.name}")
         return struct.pack("<16Q", *map(int, made.opaque))
 
 

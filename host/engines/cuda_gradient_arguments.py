@@ -26,12 +26,12 @@ from moeos.engines.cuda_arguments import (
     RankBuffers,
 )
 from moeos.engines.saved_tensors import Share
-from moeos.kernel_shape import DEPTH, ORDERED_ROWS, VALUE_COLUMNS
+from moeos.kernel_shape import DEPTH, ORDERED_ROWS, VALUE_COLUMNS, copies_bytes
 
 _MAPS = (
     *("rows",) * len(CELL_BOX_ROWS),
     *("d_hidden",) * len(CELL_BOX_ROWS),
-    *("values", "inputs", "w1", "w1_ordered", "w2"),
+    *("values", "inputs", "w1", "w1_ordered", "w2", "d_w1", "d_w2"),
 )
 _SAVED = struct.Struct("<QI")  # saved, saved_of_source
 SAVING_RECORD_BYTES = RECORD_BYTES + MAP_ALIGNMENT
@@ -101,6 +101,7 @@ class GradientPacker:
         self._saving = SavingPacker(of_rank)
         self._blocks = blocks
         self._weights: tuple[int, int] | None = None  # the addresses that are packed
+        self._gradients: tuple[int, ...] | None = None  # likewise
         self.record = numpy.zeros(GRADIENT_RECORD_BYTES, dtype=numpy.uint8)
         self._bytes = memoryview(self.record)  # type: ignore[arg-type]
 
@@ -128,7 +129,7 @@ class GradientPacker:
         self._place(_MAPS.index("values"), values)
         inputs = self._rows(cells, of_cells, 2 * cfg.hidden, DEPTH, sizes.sent_bytes)
         if sizes.world > 1:  # copies, behind all else
-            copies = between + sizes.hidden_bytes - 2 * cfg.hidden * size
+            copies = between + sizes.hidden_bytes - copies_bytes(cfg)
             inputs = self._rows(copies, kept, 2 * cfg.hidden, DEPTH, sizes.hidden_bytes)
         self._place(_MAPS.index("inputs"), inputs)
 
@@ -157,6 +158,10 @@ class GradientPacker:
         if weights != self._weights:
             self._pack_weights(t.w1, t.w2)
             self._weights = weights
+        gradients = tuple(0 if made is None else made.data_ptr() for made in (t.d_w1, t.d_w2))
+        if gradients != self._gradients:
+            self._pack_gradients(t.d_w1, t.d_w2)
+            self._gradients = gradients
         of_call = (t.d_out, t.d_x, t.d_topk_weights)
         of_weights = (t.d_w1, t.d_w2, t.d_b1, t.d_b2)
         told = (*of_call, *of_weights, t.d_x_added, t.d_shared)
@@ -173,6 +178,27 @@ class GradientPacker:
         }
         for name, (matrix, columns, box) in boxes.items():
             self._place(_MAPS.index(name), packer.map_of(name[:2], matrix, columns, box))
+
+    def _pack_gradients(self, d_w1: Tensor | None, d_w2: Tensor | None) -> None:
+        """Maps of what consumer warps store: kernels/sm90/weight_gradients.cuh."""
+        cfg = self._cfg
+        # Each dimension but the columns: its size, its stride in rows, and what a box has of it.
+        of_d_w1 = [(cfg.intermediate // 8, 8, 4), (2, 1, 2), (4, 2, 2)]
+        of_d_w2 = [(4, 2, 4), (2, 1, 2), (cfg.hidden // 8, 8, 2)]
+        for name, matrix, rows, columns, dimensions in (
+            ("d_w1", d_w1, cfg.intermediate, cfg.hidden, of_d_w1),
+            ("d_w2", d_w2, cfg.hidden, cfg.intermediate, of_d_w2),
+        ):
+            if matrix is not None and len(matrix) > 0:
+                matrices = matrix.numel() // (rows * columns)  # gates and ups are two
+                made = self._of_rank.encode_dimensions(
+                    name,
+                    matrix.data_ptr(),
+                    columns,
+                    [*dimensions, (matrices, rows, 1)],
+                    Box(0, cfg.dtype),
+                )
+                self._place(_MAPS.index(name), made)
 
     def _rows(self, address: int, rows: int, columns: int, height: int, row_bytes: int) -> bytes:
         box = Box(height, self._cfg.dtype)

@@ -21,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 /// Of one rank, whose call of gradients is the last one that wrote its records.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     moeos_weight_gradients(const __grid_constant__ GradientArguments arguments) {
-  Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared_memory());
+  FactorShared& shared = *reinterpret_cast<FactorShared*>(dynamic_shared_memory());
   if (threadIdx.x == 0) {
     for (u32 i = 0; i < kStages; ++i) {
       shared.stage_full[i].initialise(1);

@@ -114,9 +114,6 @@ struct Stamps {
 };
 inline constexpr bool kTraced = kGeometry.trace_events != 0;
 
-/// Shared memory that Route has for itself, in bytes: as much as the stages and the parcels leave.
-inline constexpr u32 kRouteMemory = 16384;
-
 /// What Route keeps of its block while it sorts the pairs by expert, in its memory. A token has one
 /// pair of an expert at most, so a byte counts a block's.
 struct RouteScratch {
@@ -128,13 +125,19 @@ struct RouteScratch {
 };
 static_assert(kRouteTokens <= 0xFF, "so many pairs of an expert are counted in a byte");
 inline constexpr u16 kNoExpert = 0xFFFF;
+
+/// Shared memory that Route has for itself, in bytes, and what the courier's buffers are cut from:
+/// as much as the stages leave. A call of gradients gets its routing, so Route needs little.
+inline constexpr u32 kRouteMemory = kGradients ? align_up(u32{sizeof(RouteScratch)}, 1024U) : 16384;
+inline constexpr u32 kParcelMemory = 32768 - kRouteMemory;
 static_assert(sizeof(RouteScratch) <= kRouteMemory);
 
 /// The courier's rows on their way: each buffer holds some rows, or a piece of one. Few large ones,
-/// because a copy takes the warp 0.3 us whatever it carries (docs/log/0050-larger-parcels.md).
+/// because a copy takes the warp 0.3 us whatever it carries (docs/log/0050-larger-parcels.md). Rows
+/// of a call of gradients are twice as long, and its products wait for them: it has three.
 struct Parcels {
-  static constexpr u32 kBuffers = 2;
-  static constexpr u32 kBufferBytes = 8192;
+  static constexpr u32 kBuffers = kGradients ? 3 : 2;
+  static constexpr u32 kBufferBytes = kParcelMemory / kBuffers / 128 * 128;
   alignas(128) u8 buffers[kBuffers][kBufferBytes];
   Barrier full[kBuffers];
 };
@@ -170,7 +173,8 @@ inline void stamp_computed(Shared& shared, u32 slot) {
 
 /// A consumer warp has used a stage, or does without it. Every warp says so for itself: one that
 /// lags behind the others of its group must not find the stage two phases on.
-inline void release_stage(Shared& shared, u32 index) {
+template <class Stages>
+inline void release_stage(Stages& shared, u32 index) {
   __syncwarp();
   if (Machine::lane() == 0) {
     shared.stage_empty[index].arrive();

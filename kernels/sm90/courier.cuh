@@ -101,7 +101,7 @@ class ParcelLine {
 
  private:
   static constexpr u32 kBuffers = Parcels::kBuffers;
-  static constexpr u32 kAhead = kBuffers / 2;  // parcels by which loads are ahead of stores
+  static constexpr u32 kAhead = kBuffers - 1;  // parcels by which loads are ahead of stores
 
   static constexpr u32 parcels_of(u32 rows) { return ceil_div(rows, kParcelRows) * kPiecesOfRow; }
 

@@ -27,6 +27,8 @@ struct GradientMaps {
   TensorMap w1;                    // [X * w1 rows, H], box kValueColumns x 64
   TensorMap w1_ordered;            // the same, box kDepthBoxRows x 64
   TensorMap w2;                    // [X * H, I], box 64 x 64
+  TensorMap d_w1;                  // a warp's box of a gradient: weight_gradients.cuh
+  TensorMap d_w2;
 };
 
 struct GradientArguments : SavingArguments {

@@ -25,11 +25,13 @@ struct SentChoice {
   float weight;
 };
 
+/// Rows, sent and kept, are whole lines of a cache: boxes of 128 bytes of a row would touch two.
+inline constexpr u32 kLineBytes = 128;
 inline constexpr u32 kHiddenBytes = kShape.hidden * 2;
 inline constexpr u32 kDOutAt = kHiddenBytes;
 inline constexpr u32 kChoicesAt = 2 * kHiddenBytes;
 inline constexpr u32 kSentBytes =
-    align_up(kChoicesAt + kGeometry.top_k * u32{sizeof(SentChoice)}, 16U);
+    align_up(kChoicesAt + kGeometry.top_k * u32{sizeof(SentChoice)}, kLineBytes);
 inline constexpr u32 kDWeightAt = kHiddenBytes;
 
 /// Of a row of sums, behind the gradient of x, and in all.
@@ -45,11 +47,12 @@ inline constexpr u32 kHalves = kShape.gated() ? 2 : 1;
 inline constexpr u32 kDHiddenAt = kKeptColumns * 2;
 inline constexpr u32 kProductsAt = kDHiddenAt + kHalves * kKeptColumns * 2;
 inline constexpr u32 kWeightAt = kProductsAt + kGeometry.product0_parts * u32{sizeof(float)};
-inline constexpr u32 kCopiesAt = align_up(kWeightAt + u32{sizeof(float)}, 16U);
+inline constexpr u32 kCopiesAt = align_up(kWeightAt + u32{sizeof(float)}, kLineBytes);
 /// Whether x and the gradient of the output are kept, too: a peer may send the next call's rows as
 /// soon as this call's are back. A rank alone sends none before all of this call is over.
 inline constexpr bool kCopies = kGeometry.world > 1;
-inline constexpr u32 kKeptRowBytes = kCopiesAt + (kCopies ? 2 * kHiddenBytes : 0);
+inline constexpr u32 kKeptRowBytes =
+    kCopiesAt + (kCopies ? align_up(2 * kHiddenBytes, kLineBytes) : 0);
 static_assert(!kGradients ||
               (kGeometry.sent_bytes == kSentBytes && kGeometry.row_bytes == kSentBytes &&
                kGeometry.hidden_bytes == kKeptRowBytes));

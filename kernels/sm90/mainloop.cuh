@@ -23,9 +23,9 @@ inline constexpr auto kAsLanded = [](const Stage&, u32) {};
 
 /// One consumer warpgroup: runs over all steps of a part. prepare(stage, step) makes operands of
 /// what has landed. issue(stage) adds a step's products to d, and its operands are released a step
-/// later, when they have been used.
-template <u32 kRegisters, class Prepare, class Issue>
-inline void for_each_step(float (&d)[kRegisters], u32 steps, Shared& shared,
+/// later, when they have been used. `shared`: what has the stages and their barriers.
+template <u32 kRegisters, class Stages, class Prepare, class Issue>
+inline void for_each_step(float (&d)[kRegisters], u32 steps, Stages& shared,
                           RingPosition<kStages>& stage, Prepare prepare, Issue issue) {
   u32 previous = 0;
   hold(d);

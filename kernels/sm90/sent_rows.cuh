@@ -11,6 +11,8 @@
 #include "kernels/sm90/block.cuh"
 #include "kernels/sm90/gradient_arguments.cuh"
 #include "kernels/sm90/ptx/decode.cuh"
+#include "kernels/sm90/ptx/load.cuh"
+#include "kernels/sm90/ptx/store.cuh"
 #include "runtime/memory.hpp"
 
 namespace moeos::sm90 {
@@ -117,35 +119,65 @@ inline void copy_codes(const RankArguments& arguments, u32 first, u32 end) {
   }
 }
 
-/// Joins what a call of gradients sends of the tokens of a block.
+/// What a token's row says of two of its choices.
+inline uint4 two_choices(const RankMemory& memory, u32 token, u32 first) {
+  const auto choice = [&](u32 j) {
+    const u32 pair = token * kGeometry.top_k + minimum(j, kGeometry.top_k - 1);
+    const bool there = j < kGeometry.top_k;
+    return SentChoice{there ? memory.pair_expert[pair] : kNone, memory.pair_weight[pair]};
+  };
+  const SentChoice even = choice(first);
+  const SentChoice odd = choice(first + 1);
+  return make_uint4(even.expert, __builtin_bit_cast(u32, even.weight), odd.expert,
+                    __builtin_bit_cast(u32, odd.weight));
+}
+
+/// Joins what a call of gradients sends of the tokens of a block. A thread has several loads under
+/// way: one after the other, they took a twentieth of a call.
 inline void join_rows(const RankArguments& arguments, const RankMemory& memory, u32 first,
                       u32 end) {
-  constexpr u32 kVectors = kGeometry.row_bytes / sizeof(uint4);
+  constexpr u32 kTogether = 8;
   constexpr u32 kOfX = kHiddenBytes / sizeof(uint4);
-  const auto* const x = reinterpret_cast<const uint4*>(arguments.x_rows);
-  const auto* const d_out = reinterpret_cast<const uint4*>(of_gradients(arguments).d_out);
+  constexpr u32 kCopied = 2 * kOfX;
+  constexpr u32 kOthers = kGeometry.row_bytes / sizeof(uint4) - kCopied;
+  const u8* const d_out = of_gradients(arguments).d_out;
+  const u32 thread = threadIdx.x % kConsumerThreads;
+  const auto place = [&](u32 token, u32 vector) {
+    return arguments.out + u64{token} * kGeometry.row_bytes + vector * sizeof(uint4);
+  };
+  const u32 copied = (end - first) * kCopied;
 #pragma unroll 1
-  for (u32 i = threadIdx.x % kConsumerThreads; i < (end - first) * kVectors;
-       i += kConsumerThreads) {
-    const u32 token = first + i / kVectors;
-    const u32 vector = i % kVectors;
-    uint4 value;
-    if (kShape.weight_on_input && vector < kOfX) {
-      value = weighed_vector(arguments, memory, token, vector);
-    } else if (vector < 2 * kOfX) {
-      value = (vector < kOfX ? x : d_out)[u64{token} * kOfX + vector % kOfX];
-    } else {
-      const auto choice = [&](u32 j) {
-        const u32 pair = token * kGeometry.top_k + minimum(j, kGeometry.top_k - 1);
-        const bool there = j < kGeometry.top_k;
-        return SentChoice{there ? memory.pair_expert[pair] : kNone, memory.pair_weight[pair]};
-      };
-      const SentChoice even = choice(2 * (vector - 2 * kOfX));
-      const SentChoice odd = choice(2 * (vector - 2 * kOfX) + 1);
-      value = make_uint4(even.expert, __builtin_bit_cast(u32, even.weight), odd.expert,
-                         __builtin_bit_cast(u32, odd.weight));
+  for (u32 begin = thread; begin < copied; begin += kTogether * kConsumerThreads) {
+    uint4 values[kTogether];
+#pragma unroll
+    for (u32 k = 0; k < kTogether; ++k) {
+      const u32 i = begin + k * kConsumerThreads;
+      const u32 token = first + i / kCopied;
+      const u32 vector = i % kCopied;
+      const u8* const from = vector < kOfX ? arguments.x_rows : d_out;
+      values[k] =
+          load_vector(i < copied, from + (u64{token} * kOfX + vector % kOfX) * sizeof(uint4));
     }
-    reinterpret_cast<uint4*>(arguments.out)[u64{token} * kVectors + vector] = value;
+#pragma unroll
+    for (u32 k = 0; k < kTogether; ++k) {
+      const u32 i = begin + k * kConsumerThreads;
+      const bool weighed = kShape.weight_on_input && i % kCopied < kOfX;  // written below
+      store_vector(i < copied && !weighed, place(first + i / kCopied, i % kCopied), values[k]);
+    }
+  }
+#pragma unroll 1
+  for (u32 i = thread; i < (end - first) * kOthers; i += kConsumerThreads) {
+    const u32 token = first + i / kOthers;
+    *reinterpret_cast<uint4*>(place(token, kCopied + i % kOthers)) =
+        two_choices(memory, token, 2 * (i % kOthers));
+  }
+  if constexpr (kShape.weight_on_input) {
+#pragma unroll 1
+    for (u32 i = thread; i < (end - first) * kOfX; i += kConsumerThreads) {
+      const u32 token = first + i / kOfX;
+      *reinterpret_cast<uint4*>(place(token, i % kOfX)) =
+          weighed_vector(arguments, memory, token, i % kOfX);
+    }
   }
 }
 

@@ -16,7 +16,6 @@
 #include "kernels/sm90/gradient_arguments.cuh"
 #include "kernels/sm90/gradient_tile.cuh"
 #include "kernels/sm90/mainloop.cuh"
-#include "kernels/sm90/ptx/store.cuh"
 
 namespace moeos::sm90 {
 
@@ -29,6 +28,25 @@ inline constexpr u32 kTilesAcross1 = ceil_div(kShape.hidden, kRightColumns);
 inline constexpr u32 kTiles1 = ceil_div(kFactorColumns, kLeftColumns) * kTilesAcross1;
 inline constexpr u32 kTilesAcross2 = ceil_div(kShape.intermediate, kRightColumns);
 inline constexpr u32 kTiles2 = ceil_div(kShape.hidden, kLeftColumns) * kTilesAcross2;
+
+/// A consumer warp's rows of a tile and 64 of their columns on their way to memory: a box.
+///
+/// Row 8l + 2p + q lies at 8l + 4q + p, so that lanes with other rows meet other banks. The maps
+/// have dimensions in that order: columns, p, q, l, and experts, or their halves. Rows of d_w1 are
+/// kept columns, so p is eight rows of the matrix, q one and l two (kept_column); of d_w2 they are
+/// two, one and eight.
+inline constexpr u32 kGradientBoxBytes = kWarpRows * kSwizzleBytes;
+inline constexpr u32 kGradientBoxes = 2;  // of a warp
+inline constexpr u32 kBoxSums = kSecondSums / kRightBoxes;
+
+/// Shared memory of this launch's blocks.
+struct FactorShared {
+  Stage stages[kStages];
+  alignas(1024) u8 boxes[kConsumerWarps][kGradientBoxes][kGradientBoxBytes];
+  Barrier stage_full[kStages];
+  Barrier stage_empty[kStages];
+};
+static_assert(sizeof(FactorShared) <= sizeof(Shared), "a launch has as much");
 
 /// A tile of a gradient, by its number.
 struct GradientTile {
@@ -92,7 +110,7 @@ inline void for_each_gradient(const GradientArguments& arguments, Visit visit) {
 }
 
 /// The load warp: both factors of each step.
-inline void load_factors(const GradientArguments& arguments, Shared& shared) {
+inline void load_factors(const GradientArguments& arguments, FactorShared& shared) {
   const u32 lane = Machine::lane();
   RingPosition<kStages> at;
   for_each_gradient(arguments, [&](const GradientTile& tile) {
@@ -169,48 +187,64 @@ inline void clear_behind(Stage& stage, u32 rows) {
   named_barrier(kConsumersBarrier, kConsumerThreads);
 }
 
-/// Stores a warpgroup's rows of a tile.
+/// Stores a warp's rows of a tile by way of its boxes, whose bytes leave while the next tile's
+/// products are under way.
 inline void store_gradients(const float (&d)[kSecondSums], const GradientArguments& arguments,
-                            const GradientTile& tile) {
-  constexpr u32 kGroup = kOrderedRows / 2;
+                            const GradientTile& tile, FactorShared& shared) {
+  const u32 lane = Machine::lane();
+  const u32 row = tile.left + tile_row(0);
+  const u32 half = row / kKeptColumns;
+  const u32 within = row - half * kKeptColumns;
+  const bool there = tile.second ? row < kShape.hidden : half < kHalves;
+  const TensorMap& map = tile.second ? arguments.gradients.d_w2 : arguments.gradients.d_w1;
+  u32 at[5] = {tile.right, 0, 0, row / 8, tile.expert};
+  if (!tile.second) {
+    at[1] = within / kOrderedRows * 4;
+    at[3] = within % kOrderedRows / kWarpRows * 2;
+    at[4] = tile.expert * kHalves + half;
+  }
+  auto& boxes = shared.boxes[threadIdx.x / 32 - kFirstConsumerWarp];
+  const u32 place = lane / 4 % 2 * 4 + lane / 8;  // of this lane's row, of eight
 #pragma unroll
-  for (u32 lower = 0; lower < 2; ++lower) {
-    const u32 row = tile.left + tile_row(lower) + Machine::lane() / 4;
-    u8* to = nullptr;
-    bool there = false;
-    u32 columns = 0;
-    if (tile.second) {
-      there = row < kShape.hidden;
-      columns = kShape.intermediate;
-      to = arguments.d_w2 + (u64{tile.expert} * kShape.hidden + row) * kShape.intermediate * 2;
-    } else {
-      const u32 half = row / kKeptColumns;
-      const u32 column = kept_column(row - half * kKeptColumns);  // of h
-      there = half < kHalves && column < kShape.intermediate;
-      columns = kShape.hidden;
-      to = arguments.d_w1 +
-           (u64{tile.expert} * kShape.w1_rows() + half * kShape.intermediate + column) *
-               kShape.hidden * 2;
+  for (u32 box = 0; box < kRightBoxes; ++box) {
+    u8* const to = boxes[box % kGradientBoxes];
+    if (lane == 0) {
+      wait_until_read<kGradientBoxes - 1>();
     }
+    __syncwarp();
 #pragma unroll
-    for (u32 i = 2 * lower; i < kSecondSums; i += kGroup) {
-      u32 words[4];
+    for (u32 lower = 0; lower < 2; ++lower) {
+      u8* const to_row = to + (8 * lower + place) * kSwizzleBytes;
+      // TMA finds 16 bytes of a row at their number, exclusive or the row's.
 #pragma unroll
-      for (u32 k = 0; k < 4; ++k) {
-        words[k] = Element::pack(d[i + 4 * k], d[i + 4 * k + 1]);
+      for (u32 k = 0; k < kBoxSums / 4; ++k) {
+        const u32 i = box * kBoxSums + 4 * k + 2 * lower;
+        if (!tile.second) {
+          *reinterpret_cast<u32*>(to_row + (k ^ place) * 16 + lane % 4 * 4) =
+              Element::pack(d[i], d[i + 1]);
+        } else if (k % 4 == 0) {
+          // Kept columns lie in the order of accumulators: what a thread has of four eights is
+          // eight columns already.
+          *reinterpret_cast<uint4*>(to_row + ((k + lane % 4) ^ place) * 16) =
+              make_uint4(Element::pack(d[i], d[i + 1]), Element::pack(d[i + 4], d[i + 5]),
+                         Element::pack(d[i + 8], d[i + 9]), Element::pack(d[i + 12], d[i + 13]));
+        }
       }
-      // Kept columns lie in the order of accumulators: what a thread has of four eights is eight
-      // columns already.
-      const uint4 own = make_uint4(words[0], words[1], words[2], words[3]);
-      const uint4 made = eight_columns(words);
-      const u32 column = tile.right + i / kGroup * kOrderedRows + Machine::lane() % 4 * 8;
-      store_vector(there && column < columns, to + u64{column} * 2, tile.second ? own : made);
     }
+    fence_proxy_async_shared();
+    __syncwarp();
+    if (lane == 0) {
+      if (there) {
+        store_box(map, to, at);
+      }
+      commit_stores();
+    }
+    at[0] += kBoxColumns;
   }
 }
 
 /// The consumers: each tile's products, and its way to memory.
-inline void multiply_factors(const GradientArguments& arguments, Shared& shared) {
+inline void multiply_factors(const GradientArguments& arguments, FactorShared& shared) {
   const u32 group = (threadIdx.x / 32 - kFirstConsumerWarp) / 4;
   RingPosition<kStages> stage;
   for_each_gradient(arguments, [&](const GradientTile& tile) {
@@ -232,8 +266,9 @@ inline void multiply_factors(const GradientArguments& arguments, Shared& shared)
                 columns_descriptor(from.weights + k * kDepthStepBytes));
           }
         });
-    store_gradients(d, arguments, tile);
+    store_gradients(d, arguments, tile, shared);
   });
+  wait_until_stored();
 }
 
 /// The biases' gradients: sums of an expert's rows, in their order. A thread a column, by all

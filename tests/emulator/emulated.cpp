@@ -156,6 +156,21 @@ using Launch = GradientLaunch;
 
 constexpr u32 kGradientBlocks = 3;
 
+struct Dimension {
+  u64 size;
+  u64 stride;  // in rows
+  u32 box;
+};
+TensorMap stored_map_of(const u8* base, u64 columns, const Dimension (&dimensions)[4]) {
+  TensorMap map = map_of(base, 0, columns, 0);
+  for (u32 d = 0; d < 4; ++d) {
+    map.sizes[d] = dimensions[d].size;
+    map.strides[d] = dimensions[d].stride;
+    map.box[d] = dimensions[d].box;
+  }
+  return map;
+}
+
 GradientArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank, u64 deadline_ns) {
   GradientArguments a{};
   static_cast<RankArguments&>(a) = rank_arguments_of(t, peers, rank, deadline_ns);
@@ -178,6 +193,12 @@ GradientArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank,
   maps.w1 = map_of(t.w1, experts * kShape.w1_rows(), kShape.hidden, kValueColumns);
   maps.w1_ordered = map_of(t.w1, experts * kShape.w1_rows(), kShape.hidden, kDepthBoxRows);
   maps.w2 = map_of(t.w2, experts * kShape.hidden, kShape.intermediate, kDepthRows);
+  constexpr u64 kHidden = kShape.hidden;
+  constexpr u64 kInner = kShape.intermediate;
+  maps.d_w1 = stored_map_of(
+      t.d_w1, kHidden, {{kInner / 8, 8, 4}, {2, 1, 2}, {4, 2, 2}, {experts * kHalves, kInner, 1}});
+  maps.d_w2 = stored_map_of(t.d_w2, kInner,
+                            {{4, 2, 4}, {2, 1, 2}, {kHidden / 8, 8, 2}, {experts, kHidden, 1}});
   a.d_out = t.d_out;
   a.d_x = t.d_x;
   a.d_topk_weights = reinterpret_cast<float*>(t.d_topk_weights);

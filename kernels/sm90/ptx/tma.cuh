@@ -67,6 +67,15 @@ inline void store_bytes(const void* source, u64 destination, u32 bytes) {
                "r"(shared_address(source)), "r"(bytes)
                : "memory");
 }
+/// Copies a box of a matrix of five dimensions to memory, likewise. What of it lies beyond the
+/// matrix is left out.
+inline void store_box(const TensorMap& map, const void* source, const u32 (&at)[5]) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4, %5}], "
+      "[%6];" ::"l"(&map),
+      "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(at[4]), "r"(shared_address(source))
+      : "memory");
+}
 inline void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 /// Waits until this thread's stores, but for the last `kGroups` groups, have read their shared
 /// memory.

@@ -3,6 +3,7 @@
 // a while, in any order.
 #pragma once
 
+#include <array>
 #include <cstring>
 
 #include "kernels/sm90/ptx/barrier.cuh"
@@ -17,7 +18,10 @@ struct alignas(64) TensorMap {
   u32 element_bytes;
   u32 box_bytes;  // of a row in a box, the swizzle's width
   u64 row_bytes;  // from one row to the next
-  u8 unused[128 - 48];
+  // Of a map by which boxes are stored, each dimension but the columns:
+  u64 sizes[4];
+  u64 strides[4];  // in rows
+  u32 box[4];
 };
 static_assert(sizeof(TensorMap) == 128);
 
@@ -89,6 +93,37 @@ inline void store_bytes(const void* source, u64 destination, u32 bytes) {
   ++under_way;
   emulator::later([source, destination, bytes, &under_way] {
     std::memcpy(reinterpret_cast<void*>(destination), source, bytes);
+    --under_way;
+  });
+}
+inline void store_box(const TensorMap& map, const void* source, const u32 (&at)[5]) {
+  if (map.base == nullptr) {
+    emulator::stop("stores through a tensor map that nobody has made");
+  }
+  unsigned& under_way = emulator::store_groups().back();
+  ++under_way;
+  const std::array<u32, 5> from = {at[0], at[1], at[2], at[3], at[4]};
+  emulator::later([&map, source, from, &under_way] {
+    u32 rows = map.box[0] * map.box[1] * map.box[2] * map.box[3];
+    for (u32 r = 0; r < rows; ++r) {
+      u64 row = 0;
+      bool inside = true;
+      u32 rest = r;
+      for (u32 d = 0; d < 4; ++d) {
+        const u64 place = from[1 + d] + rest % map.box[d];
+        rest /= map.box[d];
+        inside = inside && place < map.sizes[d];
+        row += place * map.strides[d];
+      }
+      for (u32 c = 0; c < map.box_bytes / map.element_bytes; ++c) {
+        if (inside && from[0] + c < map.columns) {
+          auto* const place = static_cast<u8*>(const_cast<void*>(source)) + r * map.box_bytes;
+          std::memcpy(
+              const_cast<u8*>(map.base) + row * map.row_bytes + (from[0] + c) * map.element_bytes,
+              swizzled(place + c * map.element_bytes, map.box_bytes), map.element_bytes);
+        }
+      }
+    }
     --under_way;
   });
 }
