@@ -80,9 +80,10 @@ def test_maps_and_addresses_lie_where_the_kernel_reads_them(
     cells = buffers.heap.data_ptr() + PLACE.rows_at
     between = buffers.between.data_ptr()
     columns = 192  # I, in whole steps of the depth
-    sent_bytes, kept = 2 * 512 + 2 * 8, sizes.hidden_bytes
+    line = 128  # of a cache, of which rows are whole ones
+    sent_bytes, kept = 2 * 512 + line, sizes.hidden_bytes
     assert sizes.sent_bytes == sizes.row_bytes == sent_bytes
-    assert kept == 3 * columns * 2 + 16 + (0 if ranks == 1 else 1024)
+    assert kept == 3 * columns * 2 + line + (0 if ranks == 1 else 1024)
     inputs = [sent_bytes, cells] if ranks == 1 else [kept, between + kept - 1024]
     assert maps == [
         *[[2, 64, sent_bytes, cells]] * 8,
@@ -92,6 +93,8 @@ def test_maps_and_addresses_lie_where_the_kernel_reads_them(
         [2, 64, 512, tensors.w1.data_ptr()],
         [5, 64, 512, tensors.w1.data_ptr()],
         [2, 64, 320, tensors.w2.data_ptr()],
+        [5, 64, 8 * 512, tensors.d_w1.data_ptr()],
+        [5, 64, 2 * 320, tensors.d_w2.data_ptr()],
     ]
     named = (tensors.d_out, tensors.d_x, tensors.d_topk_weights, tensors.d_w1, tensors.d_w2)
     of_slice = (tensors.d_x_added, tensors.d_shared)
