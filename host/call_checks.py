@@ -483,6 +483,10 @@ def check_weights(
             )
 
 
+_NORMS = ("torch.nn.utils.spectral_norm", "torch.nn.utils.weight_norm")
+"""The modules of PyTorch whose hooks put a tensor where a parameter was, and keep its `name`."""
+
+
 def _require_own(holder: torch.nn.Module, name: str) -> None:
     """Raises for an attribute that stands where a parameter or a buffer should be: a call reads
     these two alone.
@@ -498,6 +502,14 @@ def _require_own(holder: torch.nn.Module, name: str) -> None:
             f"{name} is parametrised, and a call reads parameters alone: keep its value by "
             f"torch.nn.utils.parametrize.remove_parametrizations({where}, {tensor!r})"
         )
+    for hook in module._forward_pre_hooks.values():
+        by = type(hook).__module__
+        if by in _NORMS and hook.name == tensor:
+            raise TypeError(
+                f"{name} is what {by} makes of other parameters, and a call reads parameters "
+                f"alone: keep its value by torch.nn.utils.remove_{by.rpartition('.')[2]}"
+                f"({where}, {tensor!r})"
+            )
     if f"{tensor}_orig" in module._parameters:
         raise TypeError(
             f"{name} is pruned, and a call reads parameters alone: keep its value by "

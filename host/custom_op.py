@@ -23,12 +23,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch._C._functorch import TransformType
-from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.utils._device import DeviceContext
 
 from moeos.call_checks import check_apart, check_tangents
+from moeos.dynamo import hidden
 from moeos.engines.base import CallTensors, Engine
 
 # By the address of the key. A key lives as long as its engine, and as a graph that uses it: so at
@@ -163,8 +163,8 @@ def call(
 
 
 # Where Dynamo gave up a frame that calls an operator, it goes on with the frames within, and would
-# trace the engine. As torch.compiler.disable, whose import takes a second.
-@_disable_dynamo
+# trace the engine.
+@hidden
 def _run(
     order: Tensor,
     key: Tensor,
@@ -180,7 +180,7 @@ def _run(
     return out
 
 
-@_disable_dynamo
+@hidden
 def _run_into(
     order: Tensor,
     key: Tensor,

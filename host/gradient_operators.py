@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch._higher_order_ops import effects
 
 from moeos import call_checks, custom_op, gradients
+from moeos.dynamo import hidden
 from moeos.gradients import How, Kept
 
 _NAMES = ("x", "topk_weights", *call_checks.WEIGHTS, *call_checks.ROUTER, *call_checks.SHARED)
@@ -171,7 +171,7 @@ def _differentiate(order: Tensor, key: Tensor, x: Tensor, *others: Any, **how: A
         return record(order, key, x, *others, **how)
 
 
-@_disable_dynamo
+@hidden
 def _run(order: Tensor, key: Tensor, x: Tensor, *others: Any, **how: Any) -> tuple[Tensor, ...]:
     asked = _Asked(**how)
     ids, weights, tokens, *own = others
@@ -187,7 +187,7 @@ def _run(order: Tensor, key: Tensor, x: Tensor, *others: Any, **how: Any) -> tup
     return out, kept_ids, kept_weights, count, recording.saved
 
 
-@_disable_dynamo
+@hidden
 def _run_backward(
     key: Tensor,
     x: Tensor,

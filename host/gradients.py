@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.nn import functional
 
 from moeos import call_checks, custom_op, main_grads, tensor_memory
 from moeos.activations import Curve
 from moeos.config import MoEConfig
+from moeos.dynamo import hidden
 from moeos.engines.base import CallTensors, Engine, GradientTensors
 
 X, _WEIGHTS, _OWN = 1, 2, 3
@@ -78,7 +78,7 @@ def no_backward(engine: Engine) -> str | None:
     return why
 
 
-@_disable_dynamo
+@hidden
 def call(how: How, x: Tensor, weights: Tensor | None, own: Sequence[Tensor | None]) -> Tensor:
     """The output of a call of rows x, of which autograd takes note. `weights`: of `how.ids`; None:
     the gate weighs.
@@ -228,7 +228,17 @@ def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
 def received(d_out: Tensor) -> Tensor:
     """The gradient of an output as an engine reads it. Autograd has seen to its shape, its dtype
     and its device, but it may be sparse, or a lazy negative of its memory.
+
+    Raises `RuntimeError` for a batch of gradients.
     """
+    # Of the two classes of batches PyTorch names one key alone; both have it in their names.
+    if "Batched" in repr(torch._C._dispatch_keys(d_out)):
+        raise RuntimeError(
+            "the backward of a MoELayer takes one gradient of its output, and this is a batch of "
+            "them (is_grads_batched=True, vectorize=True, or a backward in torch.func.vmap): a "
+            "backward is one for all ranks, so call it for each of them in turn, with "
+            "retain_graph=True, or pass vectorize=False"
+        )
     if d_out.layout != torch.strided:
         d_out = d_out.to_dense()
     return tensor_memory.without_laziness(d_out).contiguous()
@@ -351,10 +361,10 @@ def _derive(
     asked = [place for place, leaf in leaves.items() if leaf is not None and leaf.requires_grad]
     if not asked:
         return {}
+    # Of a number: of a tensor, whose gradient is given, it would import sympy amid the backward.
     with torch.enable_grad():
-        made = function(*leaves.values())
-    given = [leaves[place] for place in asked]
-    derived = torch.autograd.grad(made, given, d_made.double())  # type: ignore[arg-type]
+        total = torch.dot(function(*leaves.values()).flatten(), d_made.double().flatten())
+    derived = torch.autograd.grad(total, [leaves[place] for place in asked])  # type: ignore[misc]
     dtypes = {place: inputs[place].dtype for place in asked if place != X}  # type: ignore[union-attr]
     return {
         place: one.to(dtypes.get(place, one.dtype))

@@ -137,3 +137,31 @@ def test_what_is_detached_is_a_constant_of_a_derivative() -> None:
         assert torch.equal(scaled[1], 2 * y)
 
     virtual.run(rank_main, ranks=1)
+
+
+@pytest.mark.parametrize(
+    "derive",
+    [
+        lambda y, x, many, _: torch.autograd.grad(y, x, many, is_grads_batched=True),
+        lambda y, x, many, _: func.vmap(lambda one: torch.autograd.grad(y, x, one))(many),
+        lambda y, x, many, layer: jacobian(layer, X, vectorize=True),
+    ],
+    ids=["is_grads_batched", "vmap", "jacobian"],
+)
+def test_a_batch_of_gradients_is_refused_with_what_works(derive: Callable[..., Any]) -> None:
+    def rank_main(world: World) -> None:
+        layer = WEIGHTS.layer(world)
+        x = X.clone().requires_grad_()
+        y = layer(x)
+        many = torch.eye(y.numel())[:3].reshape(3, *y.shape)
+        with pytest.raises(RuntimeError, match=r"a batch of them .*retain_graph=True, or pass vec"):
+            derive(y, x, many, layer)
+        x = X[:1].clone()
+        one = x.clone().requires_grad_()
+        again = layer(one)
+        rows = torch.eye(again.numel()).reshape(-1, *again.shape)
+        each = [torch.autograd.grad(again, one, row, retain_graph=True)[0] for row in rows[:4]]
+        whole = jacobian(layer, x, vectorize=False).reshape(again.numel(), *x.shape)
+        assert torch.equal(whole[:4], torch.stack(each))
+
+    virtual.run(rank_main, ranks=1)

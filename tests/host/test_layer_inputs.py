@@ -413,6 +413,14 @@ OTHERWISE: dict[str, tuple[Callable[[torch.nn.Module, str], object], str]] = {
         lambda module, name: prune.l1_unstructured(module, name, 0.5),
         r"is pruned.*prune\.remove\({where}, '{tensor}'\)",
     ),
+    "normed": (
+        torch.nn.utils.spectral_norm,
+        r"is what torch.nn.utils.spectral_norm makes.*remove_spectral_norm\({where}, '{tensor}'\)",
+    ),
+    "weighed": (
+        torch.nn.utils.weight_norm,
+        r"is what torch.nn.utils.weight_norm makes.*remove_weight_norm\({where}, '{tensor}'\)",
+    ),
     "plain": (unregister, r"is a Tensor and no \w+ of its module.*{where}\.\w*.*{tensor}"),
 }
 
@@ -426,7 +434,8 @@ TENSORS = ("w1", "w2", "b1", "b2", "shared_w1", "gate.weight", "gate.bias", "gat
         (name, how)
         for name in TENSORS
         for how in OTHERWISE
-        if (name, how) != ("gate.selection_bias", "pruned")  # which takes parameters alone
+        if name != "gate.selection_bias" or how in ("parametrised", "plain")  # others: parameters
+        if how not in ("normed", "weighed") or name in ("w1", "shared_w1", "gate.weight")
     ],
 )
 def test_a_tensor_that_is_there_but_no_parameter_is_told_so_with_a_remedy(
@@ -457,6 +466,10 @@ def test_a_tensor_that_is_there_but_no_parameter_is_told_so_with_a_remedy(
             parametrize.remove_parametrizations(module, tensor)
         elif how == "pruned":
             prune.remove(module, tensor)
+        elif how == "normed":
+            torch.nn.utils.remove_spectral_norm(module, tensor)
+        elif how == "weighed":
+            torch.nn.utils.remove_weight_norm(module, tensor)
         else:
             delattr(module, tensor)
             if tensor == "selection_bias":
