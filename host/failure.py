@@ -41,7 +41,7 @@ def exception_of(
         )
     error = _error_of(failure, rank)
     error = type(error)(f"{error}{in_job((failure.rank, failure.peer), job)}")
-    of_another = calls.layer_of(failure.identity) != calls.layer_of(identity)
+    of_another = not calls.may_be_of_one_layer(failure.identity, identity)
     if 0 in (failure.identity, identity) or not of_another:
         return error
     failed = calls.describe(failure.identity, names)
@@ -62,12 +62,15 @@ def different_calls(
     what = "numbers of pieces"
     if calls.is_backward(identity) != calls.is_backward(its):
         what = "directions"
-    if calls.layer_of(identity) != calls.layer_of(its):
+    elif calls.one_of(identity) != calls.one_of(its):
+        what = "calls' backwards"
+    if not calls.may_be_of_one_layer(identity, its):
         what = "layers"
     return (
         f"the ranks call different {what}: rank {rank} calls {calls.describe(identity, names)}, "
         f"and rank {other} at the same time {calls.describe(its, names)}. All ranks must call the "
-        "layers of a workspace in the same order, in as many pieces, and backward as forward"
+        "layers of a workspace in the same order, in as many pieces, and backward as forward; and "
+        "derive the calls of a layer in the same order"
     )
 
 

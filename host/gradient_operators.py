@@ -63,8 +63,8 @@ def call(
 
 
 _OF_COUNT = torch.device("cpu")
-"""Where the number of tokens lies between a call and its backward, whatever the layer's device: the
-host reads it in the backward, and must not wait for a GPU there."""
+"""Where the numbers of tokens and of the call lie between a call and its backward, whatever the
+layer's device: the host reads them in the backward, and must not wait for a GPU there."""
 
 _last: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
 """By the mode under which AOTAutograd traces a graph: what its last `moeos::backward` returned."""
@@ -183,7 +183,7 @@ def _run(order: Tensor, key: Tensor, x: Tensor, *others: Any, **how: Any) -> tup
         tensor.clone() if any(tensor is one for one in (ids, weights)) else tensor
         for tensor in (recording.topk_ids, recording.topk_weights)
     )
-    count = torch.tensor([recording.tokens], dtype=torch.int32, device=_OF_COUNT)
+    count = torch.tensor([recording.tokens, recording.of], dtype=torch.int64, device=_OF_COUNT)
     return out, kept_ids, kept_weights, count, recording.saved
 
 
@@ -204,7 +204,8 @@ def _run_backward(
     pieces: int = 1,
     unrounded: Sequence[bool] = (),
 ) -> tuple[Tensor, ...]:
-    kept = Kept(x, d_out, ids, used, int(tokens.item()), saved, dtype_of_weights)
+    count, of = tokens.tolist()
+    kept = Kept(x, d_out, ids, used, count, saved, dtype_of_weights, of)
     rest = (False,) * (len(own) + 2 - len(wanted))
     with _autograd():
         in_fp32 = {name for name, one in zip(_NAMES, unrounded, strict=False) if one}
@@ -251,7 +252,7 @@ def _describe(
         torch.empty_like(x),
         x.new_empty(slots, dtype=torch.int32),
         x.new_empty(slots, dtype=torch.float32),
-        x.new_empty(1, dtype=torch.int32, device=_OF_COUNT),
+        x.new_empty(2, dtype=torch.int64, device=_OF_COUNT),
         x.new_empty((asked.saved_rows, w1.shape[1])),
     )
 
@@ -292,8 +293,8 @@ torch.library.register_fake("moeos::backward", _describe_backward, lib=custom_op
 
 record = torch.ops.moeos.record.default
 """The operator: order [1] and the engine's key, then as `moeos.custom_op.forward`. Returns the
-output, the routing as backward needs it, which is ids, their weights and the number of tokens [1],
-and what the first product made of `saved_rows` rows.
+output, the routing as backward needs it, which is ids, their weights and two numbers, of
+tokens and of the call, and what the first product made of `saved_rows` rows.
 """
 backward = torch.ops.moeos.backward.default
 """The operator: the engine's key, x, the gradient of the output, what `record` has returned behind

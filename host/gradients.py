@@ -58,6 +58,7 @@ class Kept(NamedTuple):
     tokens: int
     saved: Tensor
     dtype_of_weights: torch.dtype | None
+    of: int
 
 
 class _OfSlice(NamedTuple):
@@ -168,7 +169,7 @@ class _Call(torch.autograd.Function):
         tensors = [n for n, one in enumerate((how, x, weights, *own)) if isinstance(one, Tensor)]
         ctx.edges = {name: tensors.index(PLACE[name]) for name in how.with_main}
         out, recording = record(how, x, weights, own)
-        ctx.how, ctx.tokens = how, recording.tokens
+        ctx.how, ctx.tokens, ctx.of = how, recording.tokens, recording.of
         ctx.dtype_of_weights = None if weights is None else weights.dtype
         keep(ctx, recording.topk_ids, recording.topk_weights, recording.saved, x, *own)
         return out
@@ -184,7 +185,7 @@ class _Call(torch.autograd.Function):
         }
         ids, used, saved, x, *own = kept_by(ctx)
         d_out = received(d_outs[0])
-        kept = Kept(x, d_out, ids, used, ctx.tokens, saved, ctx.dtype_of_weights)
+        kept = Kept(x, d_out, ids, used, ctx.tokens, saved, ctx.dtype_of_weights, ctx.of)
         found: dict[int, Tensor | None] = {**derive(ctx.how, kept, own, wanted, main)}
         for name, main_grad in main.items():
             gradient = found.get(PLACE[name])  # the gate has none where the caller routes
@@ -287,6 +288,7 @@ def _experts(
             tokens=kept.tokens,
             pieces=how.pieces,
             saved=kept.saved,
+            of=kept.of,
             d_x=d_x,
             d_topk_weights=d_used,
             d_w1=sums.get("w1"),

@@ -13,7 +13,7 @@ from typing import NoReturn, TypeVar, cast
 
 import typer
 
-from moeos.commands import output
+from moeos.commands import options, output
 from moeos.errors import NumericalError
 from moeos.world import World
 
@@ -101,7 +101,7 @@ def _sentence(error: BaseException) -> str:
     text = str(error)
     if isinstance(error, OSError) and error.filename is not None:
         text = f"{error.filename}: {error.strerror}"
-    sentence = " ".join(text.split()) or type(error).__name__
+    sentence = options.spoken(" ".join(text.split())) or type(error).__name__
     if len(sentence) > _LONGEST:
         sentence = f"{sentence[: _LONGEST // 2]} ... {sentence[-_LONGEST // 2 :]}"
     # A name from a file may hold what would move a terminal's cursor.

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that several commands have: which world they make, what its ranks share out, and how."""
+"""Options that several commands have: which world they make, what its ranks share out, and how.
+
+And how a layer's errors about these arguments read where they are options.
+"""
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 import typer
@@ -46,3 +50,26 @@ Deadline = Annotated[float, typer.Option(help="Seconds after which a wait for an
 VirtualRanks = Annotated[
     int | None, typer.Option(help="Ranks of this one process, on its cores or its GPU.")
 ]
+
+_NAMES = "parallel|tensor_ranks|layout|reduce"
+_VALUES = "|".join(map(re.escape, sorted({*PARALLELS, *LAYOUTS, *REDUCES})))
+_SPOKEN = (
+    (re.compile(rf"(?<!-)\b({_NAMES})='?(\w+)'?"), "--{} {}"),
+    (re.compile(rf"(?<!-)\b({_NAMES}) is '?([^';]+)'?(?=[;:,]| and |$)"), "--{} is {}"),
+    (re.compile(r"(?<!-)\b(layout|reduce)( says)\b"), "--{}{}"),
+    (re.compile(r"(?<!-)\b(tensor_ranks)()\b"), "--{}{}"),
+    (re.compile(rf"()'({_VALUES})'"), "{}{}"),
+)
+"""What a layer says of its arguments, by a name and what follows, and the same of options."""
+
+
+def spoken(sentence: str) -> str:
+    """The sentence with options of a command line in place of arguments of a layer."""
+    for pattern, option in _SPOKEN:
+        sentence = pattern.sub(
+            lambda found, option=option: option.format(  # type: ignore[misc]
+                found[1].replace("_", "-"), found[2]
+            ),
+            sentence,
+        )
+    return re.sub(r"\b([Pp])ass (?=--)", lambda found: f"{'gG'[found[1] == 'P']}ive ", sentence)

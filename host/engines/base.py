@@ -73,8 +73,8 @@ class GradientTensors(NamedTuple):
 
     x [rows, H] and d_out, the gradient of the output, in the layer's dtype; topk_ids int32
     [rows, k] and topk_weights fp32 [rows, k], as the forward call had them (-1 is an unused slot);
-    w1, b1, w2 and b2 as in `CallTensors`; tokens and pieces, the numbers; saved, as of `Recording`.
-    What is written: d_x, as x; d_topk_weights fp32 [rows, k]; and d_w1, d_b1, d_w2 and d_b2, of
+    w1, b1, w2 and b2 as in `CallTensors`; tokens and pieces, the numbers; saved and of, as of
+    `Recording`. What is written: d_x, as x; d_topk_weights fp32 [rows, k]; and d_w1, d_b1, d_w2 and d_b2, of
     `Engine.room_for_sums`, or None.
 
     Where slices are summed (`Slicing.sums`), d_out is of all tokens, and two more are fp32, or
@@ -99,6 +99,7 @@ class GradientTensors(NamedTuple):
     d_b1: torch.Tensor | None
     d_w2: torch.Tensor | None
     d_b2: torch.Tensor | None
+    of: int = 0
     d_x_added: torch.Tensor | None = None
     d_shared: torch.Tensor | None = None
 
@@ -106,13 +107,15 @@ class GradientTensors(NamedTuple):
 class Recording(NamedTuple):
     """What backward needs of a forward call: its ids int32 [rows, k], their weights fp32, its
     number of tokens, and what its first product made: saved [`Engine.saved_rows`, 2I or I] in the
-    layer's dtype.
+    layer's dtype. `of`: where ranks keep rows of each other, the call's number, which is the same
+    on all of them; else 0.
     """
 
     topk_ids: torch.Tensor
     topk_weights: torch.Tensor
     tokens: int
     saved: torch.Tensor
+    of: int = 0
 
 
 _OF_THE_GATE = {

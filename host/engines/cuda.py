@@ -364,7 +364,7 @@ class CudaEngine:
                 )
                 self._note_more()
         ids, weights = (torch.cat(parts) for parts in zip(*found, strict=True))
-        return Recording(ids, weights, tokens, saved)
+        return Recording(ids, weights, tokens, saved, self._shared.begun if rule.sources > 1 else 0)
 
     def _backward(self, tensors: GradientTensors) -> None:
         made = self._holdings.gradients
@@ -379,7 +379,7 @@ class CudaEngine:
         shares = saved_tensors.shares_to_load(
             self._saved_rows, self._shape.cfg.w1_rows, tensors, self._world.rank
         )
-        identity = calls.identity(self._number, tensors.pieces, backward=True)
+        identity = calls.identity(self._number, tensors.pieces, backward=True, of=tensors.of)
         adds = tensors.pieces > 1
         with torch.cuda.device(self._device):
             tensors.d_topk_weights.zero_()
@@ -467,6 +467,7 @@ class CudaEngine:
 
     def _start(self, held: CudaHoldings | CudaSaving | CudaGradients, identity: int) -> None:
         """Launches the call that has been packed; the engine's device is the current one."""
+        self._shared.begun += 1
         if self._virtual:
             self._launch_together(held, identity)
             return

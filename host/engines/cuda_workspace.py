@@ -80,10 +80,12 @@ class CudaWorkspace:
     Attributes:
         failure: what ended a call of any of its layers.
         on_gpu: what all workspaces of the world share; from the first layer on.
+        begun: calls of all its layers, since it was made or cleared.
     """
 
     failure: cuda_records.HostFailure
     on_gpu: SharedOnGpu
+    begun: int
     _peers: Peers
     _slicing: Slicing
     _device: torch.device
@@ -94,6 +96,7 @@ class CudaWorkspace:
         self.gate = world.gate  # launches of all layers are in one order
         self.closed = False
         self.number = number
+        self.begun = 0
         self.all_reduces: dict[int, AllReduce] = {}
         self._world = weakref.ref(world)  # which may be garbage together with its layers
         self._rank = world.rank
@@ -201,6 +204,7 @@ class CudaWorkspace:
 
     def clear(self) -> None:
         """See `SharedMemory.clear`."""
+        self.begun = 0
         if self._now is None:
             return
         with torch.cuda.device(self._device):

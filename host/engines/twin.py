@@ -294,7 +294,9 @@ class TwinEngine:
             first = number * self._cfg.max_tokens
             its = None if chosen is None else (chosen[0][first:], chosen[1][first:])
             self._call(piece, its, shares[number])
-        return Recording(ids, weights, tokens, saved)
+        rank = self._shape.rank
+        assert rank is not None  # only the end of the workspace ends it
+        return Recording(ids, weights, tokens, saved, rank.epoch if rule.sources > 1 else 0)
 
     def _backward(self, tensors: GradientTensors) -> None:
         cfg, shape = self._cfg, self._gradients
@@ -306,7 +308,7 @@ class TwinEngine:
         shares = saved_tensors.shares_to_load(
             self._saved_rows, cfg.w1_rows, tensors, self._world.rank
         )
-        identity = calls.identity(self._number, tensors.pieces, backward=True)
+        identity = calls.identity(self._number, tensors.pieces, backward=True, of=tensors.of)
         for number, piece in enumerate(gradient_pieces_of(tensors, cfg.max_tokens)):
             capacity = cfg.capacity(piece.tokens)
             self._shared.go_on_alone()

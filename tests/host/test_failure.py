@@ -100,6 +100,24 @@ def test_a_failure_of_another_layers_call_says_whose_it_was() -> None:
     assert other == f"a call of layer 4, in the same workspace, has failed: {own}"
 
 
+def test_backwards_of_two_calls_that_kept_rows_are_told_apart_by_name() -> None:
+    one, other = (calls.identity(5000, 3, backward=True, of=of) for of in (255, 512))
+    assert calls.is_backward(one)
+    assert (calls.one_of(one), calls.one_of(other), calls.one_of(calls.identity(4))) == (
+        255,
+        0,
+        None,
+    )
+    assert len({one, other, calls.identity(5000, 3, backward=True)}) == 3
+    differs = failure(FailureKind.CALL_DIFFERS, peer=5, expected=one, seen=other)
+    said = str(exception_of(differs, 2, one))
+    assert "different calls' backwards: rank 2 calls the backward of call 255 (modulo 256)" in said
+    assert "rank 5 at the same time the backward of call 0 (modulo 256)" in said
+    record = failure(FailureKind.LOGITS_NOT_FINITE, identity=one)
+    assert "has failed" not in str(exception_of(record, 2, calls.identity(5000)))
+    assert "has failed" in str(exception_of(record, 2, calls.identity(5001)))
+
+
 def test_every_call_of_every_layer_has_an_identity_of_its_own() -> None:
     found = {
         calls.identity(layer, pieces, backward=backward)

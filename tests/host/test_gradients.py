@@ -687,6 +687,38 @@ def test_the_gradient_of_an_output_may_lie_in_memory_in_any_way(
 # --- What is refused ----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("save", ["nothing", "preactivation"])
+def test_calls_whose_rows_are_kept_are_derived_in_one_order_or_not_at_all(save: Any) -> None:
+    """Where nothing is kept on other ranks, any order gives the same."""
+    cfg = config(save=save)
+    weights = draw_weights(cfg)
+
+    def rank_main(world: World) -> None:
+        layer = weights.layer(world)
+        first, second = (draw_call(cfg, 20 + 3 * n, 2 * world.rank + n).x for n in range(2))
+
+        def derived(*, turned: bool) -> list[Tensor]:
+            xs = [one.clone().requires_grad_() for one in (first, second)]
+            ys = [layer(x) for x in xs]
+            order = (1, 0) if turned else (0, 1)
+            found = {n: torch.autograd.grad(ys[n].square().sum(), xs[n])[0] for n in order}
+            return [found[0], found[1]]
+
+        expected = derived(turned=False)
+        assert all(map(torch.equal, expected, derived(turned=True)))
+        if save == "nothing":
+            assert all(map(torch.equal, expected, derived(turned=world.rank == 1)))
+            return
+        with pytest.raises(
+            RuntimeError, match=r"different calls' backwards: .*of call \d+ .*order"
+        ):
+            derived(turned=world.rank == 1)
+        layer.reset()
+        assert all(map(torch.equal, expected, derived(turned=False)))
+
+    virtual.run(rank_main, ranks=2)
+
+
 def test_what_has_no_gradient_is_refused_by_name() -> None:
     cfg = config()
     weights = draw_weights(cfg)

@@ -59,7 +59,7 @@ class StandInEngine(CudaEngine):
         self._sums, self._left = slicing.sums, False
         self.launches: list[int] = []
         self._world = world
-        self._shared = cast(Any, SimpleNamespace(closed=False, failure=StandInFailure()))
+        self._shared = cast(Any, SimpleNamespace(closed=False, failure=StandInFailure(), begun=0))
         self._number = world.number_layer()
         self._identity = calls.identity(self._number)
         self._virtual = False

@@ -178,7 +178,7 @@ def test_groups_of_ranks_have_slices_of_their_experts(parallel: str, tmp_path: P
     assert "each, 2 with slices of the same experts" in said
     code, _, err = invoke(path, *options[:-1], 3)
     assert code == 2
-    assert "tensor_ranks is 3; it must be a number that divides the 4 ranks" in err
+    assert "moeos: --tensor-ranks is 3; it must be a number that divides the 4 ranks" in err
 
 
 def test_sliced_experts_say_so_and_write_each_token_once(config: Path, tmp_path: Path) -> None:
@@ -239,7 +239,8 @@ def test_a_layout_of_slices_is_what_the_options_say(config: Path) -> None:
     assert "layout='gathered'" in invoke(config, *options)[1]
     code, _, err = invoke(config, *options[:2], "--reduce", "fused")
     assert code == 2
-    assert "pass parallel='tensor'" in err
+    assert "--parallel is expert, --reduce fused; --reduce says" in err
+    assert "give --parallel tensor" in err
 
 
 def test_a_layout_of_whole_experts_leaves_them_whole(config: Path) -> None:
@@ -270,10 +271,10 @@ def test_ranks_of_one_process_have_nobody_to_add_up_behind_the_kernel(config: Pa
 def test_sizes_that_slices_do_not_divide_are_refused(config: Path) -> None:
     code, _, err = invoke(config, "--virtual-ranks", 5, "--parallel", "tensor")
     assert code == 2
-    assert "intermediate is 48; 5 ranks with parallel='tensor'" in err
+    assert "intermediate is 48; 5 ranks with --parallel tensor" in err
     code, _, err = invoke(config, "--parallel", "pipeline")
     assert code == 2
-    assert "parallel is 'pipeline'" in err
+    assert "--parallel is pipeline; it must be expert or tensor or sharded_tokens" in err
 
 
 def test_virtual_ranks_are_refused_under_a_launcher(
