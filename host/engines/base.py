@@ -74,8 +74,8 @@ class GradientTensors(NamedTuple):
     x [rows, H] and d_out, the gradient of the output, in the layer's dtype; topk_ids int32
     [rows, k] and topk_weights fp32 [rows, k], as the forward call had them (-1 is an unused slot);
     w1, b1, w2 and b2 as in `CallTensors`; tokens and pieces, the numbers; saved and of, as of
-    `Recording`. What is written: d_x, as x; d_topk_weights fp32 [rows, k]; and d_w1, d_b1, d_w2 and d_b2, of
-    `Engine.room_for_sums`, or None.
+    `Recording`. What is written: d_x, as x; d_topk_weights fp32 [rows, k]; and d_w1, d_b1, d_w2
+    and d_b2, of `Engine.room_for_sums`, or None.
 
     Where slices are summed (`Slicing.sums`), d_out is of all tokens, and two more are fp32, or
     None: d_x_added [tokens, H], which is added to this slice's part of d_x; and d_shared [tokens],
