@@ -21,16 +21,18 @@ from moeos.thread_limits import no_thread
 Value = TypeVar("Value")
 
 _LOOK = 0.25  # seconds from one look at a function that runs to the next
-_PATIENCE = 5.0  # seconds that the end of the program waits for functions that were given up
+# Seconds that the end of the program waits for functions that were given up. PyTorch's store writes
+# stacks of C++ before it returns: seconds of a full machine.
+_PATIENCE = 15.0
 
 
 class Caller:
     """A thread that calls functions, one after the other.
 
-    Raises `OSError` if the thread cannot be started.
+    Raises `OSError` if the thread cannot be started; `who` starts it there, like "rank 1 of 4".
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, who: str = "") -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._free = threading.Lock()  # held while a function runs
         self._home = Home()
@@ -40,7 +42,8 @@ class Caller:
         try:
             self._thread.start()
         except RuntimeError as error:
-            raise no_thread(f"the thread {name}", "start fewer ranks here") from error
+            whose = f"{who}, " if who else ""
+            raise no_thread(f"{whose}the thread {name}", "start fewer ranks here") from error
 
     def result(self, function: Callable[[], Value], seconds: float | None = None) -> Value:
         """What `function` returns or raises; `futures.TimeoutError` if it takes longer.

@@ -509,7 +509,7 @@ class StoreControl(_StoredControl):
         self._asides: list[_StoreAside] = []
         self._given = store  # which may be the one that is served
         self._serves = serves
-        self._caller = Caller("moeos-store")
+        self._caller = Caller("moeos-store", f"rank {rank} of {size}")
         self._lost: str | None = None  # why the store can be asked no more
         self._closers = size  # how many ranks close this world: where sizes differ, the largest
         self._counted = True  # whether any rank waits for this one's end

@@ -6,6 +6,8 @@ The only file that reads them. It knows nothing of what the memory is for.
 
 from __future__ import annotations
 
+import errno
+import re
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +39,25 @@ def limits() -> str:
     if data != resource.RLIM_INFINITY:
         said += f"; RLIMIT_DATA (ulimit -d), bytes of memory of its own: {data}"
     return said
+
+
+def refused(error: Exception, who: str, what: str) -> OSError | None:
+    """The error of who was refused memory, like "rank 1 of 4", with the limits.
+
+    None if `error` says something else. `what` needs the memory.
+    """
+    text = str(error)
+    by_system = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    by_torch = type(error) is RuntimeError and "DefaultCPUAllocator" in text
+    if not (by_system or by_torch or isinstance(error, MemoryError)):
+        return None
+    size = re.search(r"\d+ bytes", text)
+    bytes_of = f"{size[0]} of " if size else ""
+    return OSError(
+        errno.ENOMEM,
+        f"{who} gets no {bytes_of}memory for {what}. {limits()}. Raise the limit that is reached, "
+        "make the layer smaller or lower max_tokens, or start fewer ranks",
+    )
 
 
 def number(limit: int) -> str:

@@ -146,7 +146,7 @@ def _exchange(operations: list[dist.P2POp], peers: list[int], world: World) -> N
                 _unfinished.append((operations, requests))
                 _fail(world, late, error)
 
-    caller = Caller("moeos-moves")
+    caller = Caller("moeos-moves", f"rank {world.rank} of {world.size}")
     try:
         caller.result(exchange, ends - time.monotonic() + _LEEWAY)
     except concurrent.futures.TimeoutError:

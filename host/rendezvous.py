@@ -22,6 +22,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from moeos import open_files
 from moeos.caller import Caller
 from moeos.errors import PeerTimeout
 from moeos.place import boot
@@ -37,6 +38,9 @@ _HERE = "127.0.0.1"
 _PAUSE = 5e-3  # seconds between two looks for rank 0
 _CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
 _ADDRESS_BYTES = 512
+_FILES = 16  # of a rank, with what the layers of its world open; seen: 4
+_FILES_OF_STORE = 16  # of the process that holds it; seen: 11
+_FILES_OF_PEER = 2  # there, connections of a rank
 
 # Stores that this process serves, by port or job, until it ends: a peer may be quick to come back.
 _served: dict[int | str, TCPStore] = {}
@@ -59,8 +63,11 @@ def at_address(
     this rank is to serve one there and cannot.
     """
     where = f"the store at {host}:{port} (rank 0 or its launcher serves it)"
+    _require_files(rank, size, serves=serve)
     try:
-        store = within(deadline, lambda: _connect(host, port, serve, deadline))
+        store = within(
+            deadline, lambda: _connect(host, port, serve, deadline), f"rank {rank} of {size}"
+        )
     except (RuntimeError, concurrent.futures.TimeoutError) as error:
         if serve:
             why = str(error) or f"no store was there after {deadline:g} s; is {host} this host?"
@@ -86,6 +93,7 @@ def on_this_host(rank: int, size: int, deadline: float, *, job: str) -> Meeting:
     name = "\0moeos-" + hashlib.sha256(f"{os.getuid()} {job}".encode()).hexdigest()
     if rank == 0:
         if job not in _served:
+            _require_files(rank, size, serves=True)
             _served[job] = _serve_here(name, where, size, deadline)
         return Meeting(_served[job], where, True)
     ends = time.monotonic() + deadline
@@ -121,6 +129,7 @@ def by_mpi(deadline: float) -> tuple[int, int, Meeting]:
     if _broadcast is None:
         address = bytearray(_ADDRESS_BYTES)
         if rank == 0:
+            _require_files(rank, size, serves=True)
             _served["mpi"] = serve(deadline)
             text = announcement(_served["mpi"]).encode()
             address[: len(text)] = text
@@ -147,6 +156,14 @@ def serve(deadline: float) -> TCPStore:
     return within(deadline, lambda: _connect(_HERE, 0, True, deadline))
 
 
+def _require_files(rank: int, size: int, *, serves: bool) -> None:
+    """Raises `OSError` where a rank cannot open what a world needs. PyTorch's store aborts the
+    process then, or hangs.
+    """
+    needed = _FILES + (_FILES_OF_STORE + _FILES_OF_PEER * size if serves else 0)
+    open_files.require(needed, f"rank {rank} of {size}", "a world of so many ranks")
+
+
 def announcement(store: TCPStore) -> str:
     """What ranks on any host are told of a store that this process holds: host, port, boot."""
     return f"{socket.gethostname()} {store.port} {boot()}"
@@ -159,9 +176,12 @@ def at_announced(rank: int, size: int, deadline: float, announced: str) -> Meeti
     return at_address(rank, size, deadline, host=host, port=int(port), serve=False)
 
 
-def within(deadline: float, ask: Callable[[], Value]) -> Value:
-    """What `ask` returns; `futures.TimeoutError` if it takes more than `deadline` seconds."""
-    caller = Caller("moeos-store")
+def within(deadline: float, ask: Callable[[], Value], who: str = "") -> Value:
+    """What `ask` returns; `futures.TimeoutError` if it takes more than `deadline` seconds.
+
+    `who`: see `Caller`.
+    """
+    caller = Caller("moeos-store", who)
     try:
         return caller.result(ask, deadline)
     finally:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn, Protocol, TypeVar
 
 import torch
 
-from moeos import interruption, program_end
+from moeos import host_memory, interruption, program_end
 from moeos.call_gate import CallGate, stop_at_the_end
 from moeos.control import ControlPlane
 from moeos.errors import said
@@ -275,8 +275,16 @@ class World:
     def together(self, what: str, do: Callable[[], Value]) -> Value:
         """What `do()` returns or raises, in the gate. Collective, as `do` is; `what` names it where
         a signal comes amid it: see `moeos.interruption.told`.
+
+        Raises `OSError` where PyTorch gets no memory.
         """
-        return interruption.told(self.control, what, lambda: self.gate.run(do))
+        try:
+            return interruption.told(self.control, what, lambda: self.gate.run(do))
+        except (RuntimeError, MemoryError) as error:
+            refused = host_memory.refused(error, f"rank {self.rank} of {self.size}", what)
+            if refused is None:
+                raise
+            raise refused from error
 
     def reset(self) -> None:
         """Makes all layers usable after a failed call. Collective; no rank may be in a call.

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable
 
-from moeos import _runtime, _twin, agreement
+from moeos import _runtime, _twin, agreement, host_memory
 from moeos._runtime import FailureKind
 from moeos.all_reduce import AllReduce
 from moeos.call_gate import CallGate
@@ -264,6 +264,9 @@ class TwinWorkspace:
             error = raised
             if isinstance(raised, OSError) and raised.errno == errno.EAGAIN:
                 error = no_thread(f"rank {world.rank}, {raised.strerror}", _FEWER)
+            else:
+                who = f"rank {world.rank} of {world.size}"
+                error = host_memory.refused(raised, who, "the calls of a layer") or raised
         raise_together(world.control, error, "the threads of a layer")
         return made
 

@@ -185,7 +185,7 @@ def test_a_world_whose_control_plane_gets_no_thread_is_not_made() -> None:
         allow(1)
         return refused(lambda: moeos.init(deadline=100.0))
 
-    assert "the thread moeos-store cannot be started" in forked(make)
+    assert "rank 0 of 2, the thread moeos-store cannot be started" in forked(make)
 
 
 def test_a_limit_of_data_is_named_where_there_is_one() -> None:
