@@ -362,7 +362,9 @@ class Experts:
     def _compare(self, equal: Mapping[str, torch.Tensor | None]) -> None:
         """Collective, in the world's gate. Raises as `check_inputs` does."""
         mine = digest({name: None if one is None else one.cpu() for name, one in equal.items()})
-        told = self.world.aside.allgather(mine, "the comparison of the ranks' inputs")
+        x = equal["x"]
+        tokens = 0 if x is None else x.numel() // self.cfg.hidden
+        told = self.world.aside.allgather((mine, tokens), "the comparison of the ranks' inputs")
         each = self.slicing.slices if self.slicing.sums else len(told)
         for first in range(0, len(told), each):
             unlike = [rank for rank in range(first, first + each) if told[rank] != told[first]]
@@ -370,7 +372,7 @@ class Experts:
                 raise ValueError(
                     f"x, the routing or the gate of {name_ranks(unlike)} differ from those of rank "
                     f"{first}; with parallel='tensor' they must be equal on the {each} ranks with "
-                    "slices of the same experts"
+                    f"slices of the same experts: {told[unlike[0]][1]} and {told[first][1]} tokens"
                 )
 
     def stats(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ chooses the exception. It knows nothing of engines or of how the record got here
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from moeos import calls
 from moeos._runtime import Failure, FailureKind
@@ -21,11 +21,13 @@ def exception_of(
     identity: int = 0,
     names: Mapping[int, str] | None = None,
     group: Group | None = None,
+    tokens_in: Callable[[int], int | None] | None = None,
 ) -> Exception:
     """The exception to raise on `rank` for a failure whose kind is not NONE.
 
     `identity`: of the call that raises it (`moeos.calls`), or 0; `names`: of layers that have one;
-    `group`: of the world, which tells the ranks' numbers in the job.
+    `group`: of the world, which tells the ranks' numbers in the job; `tokens_in`: the number of
+    tokens in what ranks with slices compare (`inputs_of` of runtime/slices.hpp).
 
     `PeerTimeout` for whatever was late or aborted, `NumericalError` for logits that are not finite,
     `ValueError` for other input that cannot be followed, and `RuntimeError` where the protocol
@@ -39,7 +41,7 @@ def exception_of(
             + ". All ranks may call reset() and go on"
             + in_job((failure.rank, failure.peer), job)
         )
-    error = _error_of(failure, rank)
+    error = _error_of(failure, rank, _tokens_of_both(failure, tokens_in))
     error = type(error)(f"{error}{in_job((failure.rank, failure.peer), job)}")
     of_another = not calls.may_be_of_one_layer(failure.identity, identity)
     if 0 in (failure.identity, identity) or not of_another:
@@ -74,7 +76,17 @@ def different_calls(
     )
 
 
-def _error_of(f: Failure, rank: int) -> Exception:
+def _tokens_of_both(f: Failure, tokens_in: Callable[[int], int | None] | None) -> str:
+    """How many tokens ranks have whose inputs differ, where they say it."""
+    if f.kind != FailureKind.INPUTS_DIFFER or tokens_in is None:
+        return ""
+    ours, theirs = tokens_in(f.expected), tokens_in(f.seen)
+    if ours is None or theirs is None:
+        return ""
+    return f": {theirs} tokens on rank {f.peer}, and {ours} on rank {f.rank}"
+
+
+def _error_of(f: Failure, rank: int, tokens: str = "") -> Exception:
     who = f"rank {f.rank}" + ("" if f.rank == rank else f" (said by it to rank {rank})")
     waited = f"{f.waited_ns / 1e9:.1f} s in call {f.epoch}"
     owed = _owed(f)
@@ -121,7 +133,8 @@ def _error_of(f: Failure, rank: int) -> Exception:
     wrong = _wrong_input(f)
     if wrong is not None:
         return ValueError(
-            f"{wrong} on rank {f.rank} in call {f.epoch}. All ranks may call reset() and go on"
+            f"{wrong} on rank {f.rank} in call {f.epoch}{tokens}. All ranks may call reset() and "
+            "go on"
         )
     if f.kind == FailureKind.CALLS_AT_ONCE:
         return RuntimeError(

@@ -16,7 +16,13 @@ from typing import Literal, get_args
 from moeos import _runtime
 from moeos.config import MoEConfig
 from moeos.formats import FORMATS
-from moeos.rates import H200_BLOCKS, H200_LINK_BYTES, H200_MEMORY_BYTES, expert_rate
+from moeos.rates import (
+    H200_BLOCKS,
+    H200_GEMM_FLOPS,
+    H200_LINK_BYTES,
+    H200_MEMORY_BYTES,
+    expert_rate,
+)
 from moeos.sizes import NARROW_ROWS
 
 Layout = Literal["auto", "expert_major", "expert_major_persistent", "token_major", "gathered"]
@@ -247,28 +253,45 @@ def gathers(cfg: MoEConfig, tokens: int) -> bool:
     return boxes(cfg, tokens) <= copies(cfg, tokens)
 
 
+def router_flops(cfg: MoEConfig, tokens: int) -> int:
+    """Of the gate's logits."""
+    return 2 * tokens * cfg.experts * cfg.hidden
+
+
+def shared_flops(cfg: MoEConfig, tokens: int) -> int:
+    """Of the shared experts' products, and of their gate's."""
+    of_each = cfg.shared_w1_rows + cfg.shared_intermediate
+    return 2 * tokens * (cfg.shared_experts * of_each + cfg.shared_gate) * cfg.hidden
+
+
+def _of_each_token(cfg: MoEConfig, tokens: int) -> float:
+    """Arithmetic that each token has whatever its experts, and whoever adds up."""
+    return (router_flops(cfg, tokens) + shared_flops(cfg, tokens)) / H200_GEMM_FLOPS
+
+
 def fused(cfg: MoEConfig, tokens: int, slices: int) -> float:
-    """Products, and sums that leave as they are made.
+    """What each token has, products, and sums that leave as they are made.
 
     A token's sum is complete when the last of its k experts is: of the products' time, the share u
     completes a share u^k of the tokens. So the links end when the last that they had to wait for is
     sent: the largest of G u + (1 - u^k) L over u.
     """
     compute, links = products(cfg, tokens), _sums_bytes(cfg, tokens, slices) / H200_LINK_BYTES
-    k = cfg.slots
+    k, before = cfg.slots, _of_each_token(cfg, tokens)
     if k * links <= compute:
-        return compute
+        return before + compute
     if k == 1:
-        return links
+        return before + links
     u = float((compute / (k * links)) ** (1 / (k - 1)))
-    return compute * u + (1.0 - float(u**k)) * links
+    return before + compute * u + (1.0 - float(u**k)) * links
 
 
 def after(cfg: MoEConfig, tokens: int, slices: int) -> float:
-    """Products, and an all-reduce behind them."""
+    """What each token has, products, and an all-reduce behind them."""
     known = max((ranks for ranks in ALL_REDUCE_BYTES if ranks <= slices), default=2)
     rate = ALL_REDUCE_BYTES[known]
-    return products(cfg, tokens) + LAUNCH + _sums_bytes(cfg, tokens, slices) / rate
+    computed = _of_each_token(cfg, tokens) + products(cfg, tokens)
+    return computed + LAUNCH + _sums_bytes(cfg, tokens, slices) / rate
 
 
 @functools.lru_cache(maxsize=4096)

@@ -14,7 +14,7 @@ from typing import get_args
 import numpy
 import torch
 
-from moeos import _runtime
+from moeos import _runtime, policies
 from moeos.call_checks import (
     expected_scales,
     expected_shared,
@@ -285,10 +285,10 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int, slicing: Slicing = WHOLE) -
             "combine": -(-complete // sizes.combine_tokens(tokens)) + looks,
         },
         padding_rows=padding,
-        router_flops=2 * tokens * cfg.experts * cfg.hidden,
+        router_flops=policies.router_flops(cfg, tokens),
         expert_flops=2 * received * (cfg.w1_rows + cfg.intermediate) * cfg.hidden,
         expert_rate=expert_rate(cfg),
-        shared_flops=2 * tokens * _shared_elements(cfg),
+        shared_flops=policies.shared_flops(cfg, tokens),
         weight_bytes=busy_experts * _expert_bytes(cfg) + (tokens > 0) * _shared_bytes(cfg),
         dispatch_bytes=sum(dispatch_bytes),
         combine_bytes=sum(combine_bytes),
@@ -371,12 +371,6 @@ def expert_bytes_by_name(cfg: MoEConfig) -> dict[str, int]:
         for wanted in every
         if wanted is not None
     }
-
-
-def _shared_elements(cfg: MoEConfig) -> int:
-    """Of all weights of the shared experts: a token's products, each once."""
-    of_each = cfg.shared_w1_rows + cfg.shared_intermediate
-    return (cfg.shared_experts * of_each + cfg.shared_gate) * cfg.hidden
 
 
 def _shared_bytes(cfg: MoEConfig) -> int:

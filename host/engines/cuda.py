@@ -61,6 +61,7 @@ from moeos.world import SharedMemory, World
 CAPABILITY = (9, 0)
 """Of the GPUs that kernels are made for: Hopper."""
 _COMPILING = 300.0  # seconds beyond the deadline that ranks wait for each other's compilers
+_ROWS_APART = 65_537  # kRowsApart of runtime/slices.hpp: below it are numbers of tokens alone
 MAX_ARGUMENT_BYTES = 32_764
 """That one launch can be given."""
 
@@ -509,7 +510,8 @@ class CudaEngine:
 
     def _exception_of(self, failure: _runtime.Failure, identity: int) -> Exception:
         world = self._world
-        return exception_of(failure, world.rank, identity, world.layer_names, world.group)
+        told = world.rank, identity, world.layer_names, world.group
+        return exception_of(failure, *told, lambda word: word if word < _ROWS_APART else None)
 
     def _compiled(self, shape: KernelShape, what: str) -> Kernel:
         """The kernel of a shape. Every rank asks for it: those of a host wait for one compiler, and

@@ -354,7 +354,8 @@ class TwinEngine:
         """Raises what went wrong in a call, if something did."""
         if failure.kind != 0:
             world = self._world
-            raise exception_of(failure, world.rank, identity, world.layer_names, world.group)
+            told = world.rank, identity, world.layer_names, world.group
+            raise exception_of(failure, *told, lambda word: word % self._tokens_apart)
 
     def _inputs(
         self, tokens: int, *of_all: torch.Tensor | None, **of_tokens: torch.Tensor | None
@@ -367,7 +368,13 @@ class TwinEngine:
         rows = {
             name: None if tensor is None else tensor[:tokens] for name, tensor in of_tokens.items()
         }
-        return digest({**rows, **{str(n): tensor for n, tensor in enumerate(of_all)}})
+        found = digest({**rows, **{str(n): tensor for n, tensor in enumerate(of_all)}})
+        return found // self._tokens_apart * self._tokens_apart
+
+    @property
+    def _tokens_apart(self) -> int:
+        """A digest is a multiple of it. The runtime adds the number of tokens: an error tells it."""
+        return 1 << self._cfg.max_tokens.bit_length()
 
     def _stats(self) -> CallStats:
         records = self._live()

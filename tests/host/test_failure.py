@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy
 import pytest
 
@@ -142,3 +144,11 @@ def test_ranks_are_named_by_the_jobs_numbers_where_these_are_others() -> None:
     assert str(exception_of(nobody, rank=2, group=Group("", (0, 5, 9)))).endswith(
         "is rank 9 of the job"
     )
+
+
+@pytest.mark.parametrize("read", [None, lambda word: word % 64, lambda word: None])
+def test_ranks_whose_inputs_differ_are_told_both_numbers_of_tokens(read: Any) -> None:
+    record = failure(FailureKind.INPUTS_DIFFER, peer=5, expected=640 + 20, seen=1280 + 23)
+    said = str(exception_of(record, 2, tokens_in=read))
+    known = read is not None and read(1) is not None
+    assert (": 23 tokens on rank 5, and 20 on rank 2. All ranks" in said) == known

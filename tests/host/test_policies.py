@@ -371,8 +371,9 @@ def test_the_kernel_adds_up_where_links_can_be_hidden_and_nccl_where_they_cannot
 
 def test_sums_end_with_the_products_or_with_the_links() -> None:
     compute = policies.products(QWEN, 16384)
-    assert policies.fused(QWEN, 16384, 1) == compute
-    both = policies.fused(QWEN, 16384, 8)
+    router = 2 * 16384 * 128 * 4096 / rates.H200_GEMM_FLOPS
+    assert policies.fused(QWEN, 16384, 1) == compute + router
+    both = policies.fused(QWEN, 16384, 8) - router
     links = 2 * 16384 * 7 / 8 * 8192 / rates.H200_LINK_BYTES
     assert max(compute, links) < both < compute + links
     # As the formula's maximum is over u, no share of the tokens ends later.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -198,8 +199,16 @@ def test_ranks_whose_tokens_differ_are_named(what: str) -> None:
                 ids = ids.flip(0)
         layer(x, ids, chosen)
 
-    with pytest.raises(ValueError, match=r"rank [01] differ from those on rank [01] in call 1"):
+    with pytest.raises(
+        ValueError, match=r"rank [01] differ from those on rank [01] in call 1: "
+    ) as raised:
         virtual.run(run, 2)
+    rows = given.x.shape[0]
+    found = re.findall(r"(\d+) (?:tokens )?on rank (\d)", str(raised.value))
+    assert {int(rank): int(count) for count, rank in found[-2:]} == {
+        0: rows,
+        1: rows - (what == "tokens"),
+    }
 
 
 def test_inputs_are_compared_without_a_call() -> None:
@@ -211,7 +220,9 @@ def test_inputs_are_compared_without_a_call() -> None:
         layer = weights.layer(world, parallel="tensor")
         layer.check_inputs(given.x, given.ids, given.weights)
         layer.check_inputs(given.x)
-        with pytest.raises(ValueError, match="the gate of rank 2 differ from those of rank 0"):
+        with pytest.raises(
+            ValueError, match="rank 2 differ from those of rank 0; .*: 20 and 20 tok"
+        ):
             layer.check_inputs(given.x + world.rank // 2)
         if world.rank == 1:
             layer.gate.weight.data[0, 0] += 1

@@ -122,6 +122,7 @@ def test_a_plan_of_slices_says_how_a_call_is_computed_and_why() -> None:
         assert plan["reduce"] == "fused"
         costs = plan["seconds_by_reduce"]
         assert plan["reduce"] == min(costs, key=costs.get)
+        assert min(costs.values()) >= plan["floor_seconds"]["compute"]
     costs = few["seconds_by_layout"]
     assert few["layout"] == min(costs, key=costs.get)
     forced = ("--layout", "expert_major_persistent", "--reduce", "after")
