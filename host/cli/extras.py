@@ -11,6 +11,7 @@ import importlib.metadata
 import re
 from collections.abc import Mapping
 
+from moeos.cli import probes
 from moeos.cli.probes import Finding
 from moeos.commands import machine
 
@@ -56,6 +57,9 @@ def _finding(extra: str, purpose: str) -> Finding:
     lacking = [name for name in packages if machine.version_of(name) is None]
     if not lacking:
         return Finding(extra, True, purpose)
+    if extra == "cuda" and all(probe().works for probe in probes.PACKAGES):
+        rest = ", ".join(lacking)
+        return Finding(extra, True, f"{purpose}; only several hosts, or tests, need {rest}")
     few = ", ".join(lacking[:3]) + (", ..." if len(lacking) > 3 else "")
     found = f"{purpose}; {len(lacking)} of {len(packages)} packages are missing: {few}"
     return Finding(extra, False, found, f"pip install 'moeos[{extra}]'")

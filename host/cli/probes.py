@@ -25,6 +25,7 @@ import torch
 import moeos
 from moeos import launchers
 from moeos.commands import machine, output
+from moeos.jit import INSTALL
 from moeos.reference import TOLERANCE
 
 _PATIENCE = 30.0  # seconds for a program that a probe starts
@@ -169,11 +170,12 @@ def torch_cuda() -> Finding:
     return Finding("PyTorch's CUDA", works, found, fix)
 
 
-def package(name: str, purpose: str) -> Finding:
-    """A package of the extra "cuda"."""
-    version = machine.version_of(name)
-    found = f"{version or 'none'} ({purpose})"
-    return Finding(name, version is not None, found, "" if version else f"pip install {name}")
+def bindings() -> Finding:
+    """Of CUDA's driver, from Python."""
+    what = "cuda-bindings"
+    version = machine.version_of(what)
+    found = f"{version or 'none'} (loads and launches kernels)"
+    return Finding(what, version is not None, found, "" if version else INSTALL)
 
 
 def nvshmem() -> Finding:
@@ -216,14 +218,10 @@ TWIN: tuple[Callable[[], Finding], ...] = (
 )
 """What a machine without a GPU needs, or should have."""
 
-GPU: tuple[Callable[[], Finding], ...] = (
-    driver,
-    gpu,
-    torch_cuda,
-    lambda: package("cuda-bindings", "loads and launches kernels"),
-    nvrtc,
-    nvshmem,
-)
+PACKAGES: tuple[Callable[[], Finding], ...] = (bindings, nvrtc, nvshmem)
+"""What the GPU needs of the extra "cuda"; more of it serves several hosts, and tests."""
+
+GPU: tuple[Callable[[], Finding], ...] = (driver, gpu, torch_cuda, *PACKAGES)
 """What the GPU needs in addition."""
 
 

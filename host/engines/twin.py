@@ -373,7 +373,7 @@ class TwinEngine:
 
     @property
     def _tokens_apart(self) -> int:
-        """A digest is a multiple of it. The runtime adds the number of tokens: an error tells it."""
+        """A digest is a multiple of it, so that its sum with the number of tokens tells that."""
         return 1 << self._cfg.max_tokens.bit_length()
 
     def _stats(self) -> CallStats:

@@ -221,7 +221,7 @@ def test_inputs_are_compared_without_a_call() -> None:
         layer.check_inputs(given.x, given.ids, given.weights)
         layer.check_inputs(given.x)
         with pytest.raises(
-            ValueError, match="rank 2 differ from those of rank 0; .*: 20 and 20 tok"
+            ValueError, match=r"rank 2 differ from those of rank 0; .*: 20 and 20 tok"
         ):
             layer.check_inputs(given.x + world.rank // 2)
         if world.rank == 1:

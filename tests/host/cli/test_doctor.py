@@ -26,10 +26,13 @@ def test_all_that_the_twin_needs_is_found_where_the_tests_run(probe: object) -> 
     assert finding.fix == ""
 
 
-def test_a_missing_package_comes_with_the_command_that_installs_it() -> None:
-    finding = probes.package("no-such-package", "nothing")
+def test_a_missing_package_comes_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(probes.machine, "version_of", lambda name: None)
+    finding = probes.bindings()
     assert not finding.works
-    assert finding.fix == "pip install no-such-package"
+    assert finding.fix == "pip install 'moeos[cuda]'"
 
 
 def test_what_one_host_does_not_need_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,6 +87,19 @@ def test_an_extra_brings_what_the_project_says_and_a_missing_package_is_named(
     assert plots.fix == "pip install 'moeos[plots]'"
     monkeypatch.setattr(extras.machine, "version_of", lambda name: "1.0")
     assert all(one.works for one in extras.findings())
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_both_tables_agree_on_the_packages_that_a_gpu_needs(
+    works: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert set(probes.PACKAGES) < set(probes.GPU)
+    monkeypatch.setattr(probes, "PACKAGES", (lambda: Finding("a package", works, ""),))
+    monkeypatch.setattr(extras.machine, "version_of", lambda name: None)
+    [cuda] = [one for one in extras.findings() if one.what == "cuda"]
+    assert cuda.works is works
+    assert "nvshmem4py-cu13" in cuda.found
+    assert cuda.fix == ("" if works else "pip install 'moeos[cuda]'")
 
 
 @pytest.mark.parametrize(("works", "code"), [(True, 0), (False, 3)])
