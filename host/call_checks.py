@@ -504,7 +504,7 @@ def _require_own(holder: torch.nn.Module, name: str) -> None:
         )
     for hook in module._forward_pre_hooks.values():
         by = type(hook).__module__
-        if by in _NORMS and hook.name == tensor:
+        if by in _NORMS and getattr(hook, "name", None) == tensor:
             raise TypeError(
                 f"{name} is what {by} makes of other parameters, and a call reads parameters "
                 f"alone: keep its value by torch.nn.utils.remove_{by.rpartition('.')[2]}"

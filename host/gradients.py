@@ -366,7 +366,7 @@ def _derive(
     # Of a number: of a tensor, whose gradient is given, it would import sympy amid the backward.
     with torch.enable_grad():
         total = torch.dot(function(*leaves.values()).flatten(), d_made.double().flatten())
-    derived = torch.autograd.grad(total, [leaves[place] for place in asked])  # type: ignore[misc]
+    derived = torch.autograd.grad(total, [leaves[place] for place in asked])  # type: ignore[arg-type]
     dtypes = {place: inputs[place].dtype for place in asked if place != X}  # type: ignore[union-attr]
     return {
         place: one.to(dtypes.get(place, one.dtype))
