@@ -12,9 +12,10 @@ import gc
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from tests import workers
 
 TESTS = Path(__file__).parent
 
@@ -135,7 +136,7 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     first = is_below(file_of(item.nodeid), (*ONE_BY_ONE, *PROGRAMS))
-    if "PYTEST_XDIST_WORKER" in os.environ and not first:
+    if item.config.option.numprocesses > 0 and not first:
         give_way()
 
 
@@ -144,14 +145,15 @@ def give_way() -> None:
     os.nice(NICE)
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """pytest-xdist's own groups (3.8) are not heeded with pytest 9.2, so it is told here."""
-    from xdist.scheduler import LoadScopeScheduling
+def pytest_addoption(parser: pytest.Parser) -> None:
+    sharing = parser.getgroup("processes that share the tests")
+    sharing._addoption("-n", "--numprocesses", type=int, default=0, help="how many; 0: this one")
 
-    class ByGroup(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return group_of(nodeid)
 
-    config.option.loadscopereorder = False  # not by their number of tests, but as they come
-    return ByGroup(config, log)
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    processes, collects = session.config.option.numprocesses, session.config.option.collectonly
+    if processes == 0 or collects or session.testsfailed:
+        return None
+    workers.run(session, processes, lambda item: group_of(item.nodeid))
+    return True
