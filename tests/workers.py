@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import itertools
 import multiprocessing.connection
 import os
+import re
 import signal
 import sys
 import traceback
@@ -24,6 +26,10 @@ import pytest
 
 Group = Sequence[int]
 """Numbers of tests, in the order in which they run."""
+
+_LARGE_PAGE = 1 << 21
+_MADV_COLLAPSE = 25
+"""Of Linux 6.1 and later, on any machine; Python has no name for it."""
 
 
 class Groups:
@@ -103,6 +109,7 @@ class Worker:
     def _live(
         self, session: pytest.Session, groups: Groups, first: Group, sender: Connection
     ) -> None:
+        gather_pages()
         plugins = session.config.pluginmanager
         # Its own files for what tests print: the parent's have one place to write at.
         capture = plugins.getplugin("capturemanager")
@@ -122,6 +129,25 @@ class Worker:
                 following = None if last else session.items[group[place + 1]]
                 session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
                 sender.send(("ends", number))
+
+
+def gather_pages() -> None:
+    """Has Linux keep what this process has of memory in large pages, where it can.
+
+    A fork copies the table of pages, and its end clears it. Tests fork ranks, and where the tests
+    lie in pages of 4 KiB, that takes 30 ms a rank, and 8 ms in large ones.
+    """
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    with open("/proc/self/maps") as maps:
+        found = re.findall(
+            r"^(\w+)-(\w+) rw-p \w+ 00:00 0 *(?:\[heap\])?$", maps.read(), re.MULTILINE
+        )
+    for begin, end in found:
+        first = -(-int(begin, 16) // _LARGE_PAGE) * _LARGE_PAGE
+        size = int(end, 16) // _LARGE_PAGE * _LARGE_PAGE - first
+        if size > 0:
+            madvise(first, size, _MADV_COLLAPSE)  # an older Linux refuses, and all is as before
 
 
 def run(session: pytest.Session, number: int, group_of: Callable[[pytest.Item], str]) -> None:

@@ -455,11 +455,10 @@ void codes_are_multiplied_as_the_weights_that_they_stand_for(const GemmKernels& 
 int main() {
   // The free functions are the first of the builds, reached in another way.
   const GemmKernels chosen = {"chosen", moeos::twin::pack_rows, moeos::twin::multiply};
-  std::vector<const GemmKernels*> builds = {&chosen};
-  for (const GemmKernels* kernels : moeos::twin::supported_gemm_kernels())
-    builds.push_back(kernels);
+  checking = "chosen";
+  integers_are_multiplied_exactly(chosen, Element::kBfloat16);
 
-  for (const GemmKernels* kernels : builds) {
+  for (const GemmKernels* kernels : moeos::twin::supported_gemm_kernels()) {
     checking = std::string(kernels->instruction_set) + ", bfloat16";
     every_bfloat16_is_widened_exactly(*kernels);
     for (const Element element : {Element::kFloat32, Element::kBfloat16}) {

@@ -17,7 +17,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -162,13 +162,16 @@ def in_one_file(sources: Iterable[Path]) -> str:
 def as_one_program(sources: Sequence[Path]) -> str:
     """A source file of several that have a `main` each, of which its first argument names one.
 
-    Each is in a namespace of its own. The headers are included before, and then never again.
+    That has the further arguments. Each is in a namespace of its own. The headers are included
+    before, and then never again.
     """
-    lines = {line for one in sources for line in (ROOT / one).read_text().splitlines()}
+    texts = {one: (ROOT / one).read_text() for one in sources}
+    lines = {line for text in texts.values() for line in text.splitlines()}
     headers = sorted(line for line in lines if line.startswith("#include"))
     parts = [f'namespace {one.stem} {{\n#include "{one}"\n}}' for one in sources]
-    chosen = [f'if (name == "{one.stem}") return {one.stem}::main();' for one in sources]
-    begin = "int main(int, char** arguments) {\nconst std::string name = arguments[1];"
+    given = {one: "" if "int main()" in texts[one] else "count - 1, arguments + 1" for one in texts}
+    chosen = [f'if (name == "{one.stem}") return {one.stem}::main({given[one]});' for one in texts]
+    begin = "int main(int count, char** arguments) {\nconst std::string name = arguments[1];"
     return "\n".join(["#include <string>", *headers, *parts, begin, *chosen, "return 2;\n}\n"])
 
 
@@ -178,29 +181,26 @@ TWIN_SOURCES = [
     TWIN / "explore" / "random_world.cpp",
     TWIN / "explore" / "gradient_world.cpp",
 ]
-Build = Callable[[str, str], Path]
+WORLDS = ("calls", "damaged_words", "gradients", "virtual_ranks", "workspaces")
+"""Programs, test_*.cpp, of ranks of the twin."""
+Build = Callable[[str, str], tuple[Path, str]]
 
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
-    """Builds, once, the program of a flavour and a test_*.cpp, with all of the twin."""
+    """Builds `WORLDS` with all of the twin in a flavour, together, in half of the time; returns the
+    program, and the argument for one of them."""
 
     @functools.cache
-    def folder(name: str) -> Path:
-        return tmp_path_factory.mktemp(name)
+    def build_once(flavour: str) -> Path:
+        folder = tmp_path_factory.mktemp(flavour)
+        twin, worlds = folder / "twin.cpp", folder / "worlds.cpp"
+        twin.write_text(in_one_file(TWIN_SOURCES))
+        worlds.write_text(as_one_program([TESTS / f"test_{one}.cpp" for one in WORLDS]))
+        objects = compile_all(FLAVOURS[flavour], [twin, worlds, *gemm_sources()], folder)
+        return link(FLAVOURS[flavour], objects, folder / "worlds")
 
-    @functools.cache
-    def twin(name: str) -> list[Path]:
-        source = folder(name) / "twin.cpp"
-        source.write_text(in_one_file(TWIN_SOURCES))
-        return compile_all(FLAVOURS[name], [source, *gemm_sources()], folder(name))
-
-    @functools.cache
-    def build_once(name: str, test: str) -> Path:
-        own = compile_all(FLAVOURS[name], [TESTS / f"test_{test}.cpp"], folder(name))
-        return link(FLAVOURS[name], [*own, *twin(name)], folder(name) / test)
-
-    return build_once
+    return lambda flavour, test: (build_once(flavour), f"test_{test}")
 
 
 def assert_clean(done: subprocess.CompletedProcess[str]) -> None:
@@ -221,7 +221,7 @@ other, which has no threads to watch there."""
 @by_threads
 def test_random_worlds_compute_the_right_result(name: str, seed: int, build: Build) -> None:
     flavour = FLAVOURS[name]
-    done = execute(flavour, build(name, "virtual_ranks"), seed, flavour.worlds)
+    done = execute(flavour, *build(name, "virtual_ranks"), seed, flavour.worlds)
     assert_clean(done)
     assert f"{flavour.worlds} worlds, 0 failed" in done.stdout
 
@@ -230,7 +230,7 @@ def test_random_worlds_compute_the_right_result(name: str, seed: int, build: Bui
 @by_threads
 def test_gradients_of_random_worlds_are_right(name: str, seed: int, build: Build) -> None:
     flavour = FLAVOURS[name]
-    done = execute(flavour, build(name, "gradients"), seed, flavour.worlds)
+    done = execute(flavour, *build(name, "gradients"), seed, flavour.worlds)
     assert_clean(done)
     assert f"{flavour.worlds} worlds, 0 failed" in done.stdout
 
@@ -241,19 +241,19 @@ def test_random_layers_of_one_workspace_compute_the_right_results(
     name: str, seed: int, build: Build
 ) -> None:
     flavour = FLAVOURS[name]
-    done = execute(flavour, build(name, "workspaces"), seed, flavour.worlds)
+    done = execute(flavour, *build(name, "workspaces"), seed, flavour.worlds)
     assert_clean(done)
     assert f"{flavour.worlds} workspaces, 0 failed" in done.stdout
 
 
 @by_threads
 def test_damaged_words_in_a_heap_are_errors(name: str, build: Build) -> None:
-    assert_clean(execute(FLAVOURS[name], build(name, "damaged_words")))
+    assert_clean(execute(FLAVOURS[name], *build(name, "damaged_words")))
 
 
 @by_threads
 def test_a_rank_makes_one_call_after_the_other_and_not_for_ever(name: str, build: Build) -> None:
-    assert_clean(execute(FLAVOURS[name], build(name, "calls")))
+    assert_clean(execute(FLAVOURS[name], *build(name, "calls")))
 
 
 @pytest.mark.parametrize(
@@ -414,7 +414,8 @@ def gemm_objects(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 # --- that these tests can fail ------------------------------------------------------------------
 
 Planted = Literal["threads", "sender", "explorer", "two subscribers"]
-Programs = Callable[[Planted], tuple[Flavour, Path]]
+Programs = Callable[[Planted], tuple[Any, ...]]
+"""What `execute` is given of a program, before the arguments of its own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -525,9 +526,9 @@ def planted(
     """Builds a program with all faults, by name, once."""
 
     @functools.cache
-    def build_once(name: Planted) -> tuple[Flavour, Path]:
+    def build_once(name: Planted) -> tuple[Any, ...]:
         if name == "threads":
-            return FLAVOURS["thread"], build("thread", "virtual_ranks")
+            return FLAVOURS["thread"], *build("thread", "virtual_ranks")
         sources, flavour = PROGRAMS[name]
         folder = tmp_path_factory.mktemp("planted")
         source = folder / "program.cpp"
