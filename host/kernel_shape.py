@@ -205,11 +205,16 @@ class KernelShape:
             "segment_align": 1 if has_whole_parts(cfg) else _runtime.SEGMENT_ALIGN,
             "dedup_rows": _dedup_rows(cfg, sent_bytes(cfg)),
             "dedup_after": _dedup_after(cfg, self.world_size),
-            "dispatch_tokens": _dispatch_tokens(cfg, self.slicing.pairs(cfg)),
+            "dispatch_tokens": _dispatch_tokens(cfg, self.slicing.pairs(cfg), self._copies_no_rows),
             "up_front_rows": NARROW_ROWS,
             **shared_cut(cfg, wide_columns[0], narrow_columns[0]),
         }
         return cfg, cut, self.slicing.sizes(cfg, self.world_size)
+
+    @property
+    def _copies_no_rows(self) -> bool:
+        """Geometry's `copies_no_rows`, of a layer whose rows may be read by index."""
+        return self.world_size == 1 and self.slicing.policy.gathers_rows
 
     def _cut_of_gradients(self) -> _Cut:
         """Of routed experts alone, and without narrow tiles. Each slice gets all sums. What parts a
@@ -328,14 +333,15 @@ def _dedup_after(cfg: MoEConfig, world_size: int) -> int:
     return math.ceil(tiles * _TILE_ROWS / (world_size * CHUNK_ROWS))
 
 
-def _dispatch_tokens(cfg: MoEConfig, pairs: int) -> int:
-    """Geometry's `dispatch_tokens`: as many as a warp has lanes for, unless their rows are so long
-    that the first tiles would wait for the last ones'. `pairs`: of a token.
+def _dispatch_tokens(cfg: MoEConfig, pairs: int, copies_no_rows: bool) -> int:
+    """Geometry's `dispatch_tokens`: as many as a warp has lanes for, unless rows are copied that
+    are so long that the first tiles would wait for the last ones'. `pairs`: of a token.
     """
     if cfg.apply_router_weight_on_input or cfg.activation_format is not None:
         return 0  # such rows are loaded before what is sent of them is made
     row_bytes = cfg.hidden * cfg.dtype.itemsize
-    return max(1, min(MAX_TOP_K, _TOKEN_DISPATCH_BYTES // row_bytes) // pairs)
+    rows = MAX_TOP_K if copies_no_rows else min(MAX_TOP_K, _TOKEN_DISPATCH_BYTES // row_bytes)
+    return max(1, rows // pairs)
 
 
 def _route_slices(cfg: MoEConfig) -> int:

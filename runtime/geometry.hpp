@@ -190,15 +190,20 @@ struct Geometry {
 
   // --- Dispatch by token (token_dispatch.hpp) ---
 
-  /// Whether the parts of a call's Dispatch are tokens. Not of one that could take its tokens once
-  /// to a peer, or use places of a cell again: those parts wait for none.
+  /// Whether the parts of a call's Dispatch are tokens: of few tokens, and wherever rows are listed
+  /// alone, which takes fewer looks at memory so. Not of one that could take its tokens once to a
+  /// peer, or use places of a cell again: those parts wait for none.
   constexpr bool dispatches_tokens(u32 tokens) const {
-    return dispatch_tokens != 0 && tokens <= u64{dispatch_tokens} * processors &&
+    return dispatch_tokens != 0 && (copies_no_rows() || has_part_each(tokens)) &&
            !deduplicates(tokens * rows_of_token()) && !overflows(tokens * rows_of_token());
   }
-  /// Tokens of a part, then: each processor has one at most.
+  /// Whether no processor has more than one such part.
+  constexpr bool has_part_each(u32 tokens) const {
+    return tokens <= u64{dispatch_tokens} * processors;
+  }
+  /// Tokens of a part, then.
   constexpr u32 tokens_of_part(u32 tokens) const {
-    return maximum(1U, ceil_div(tokens, processors));
+    return maximum(1U, minimum(dispatch_tokens, ceil_div(tokens, processors)));
   }
   constexpr u32 token_parts(u32 tokens) const { return ceil_div(tokens, tokens_of_part(tokens)); }
 
@@ -365,7 +370,7 @@ struct Geometry {
   /// Whether processors then wait for tokens' rows, too: few tokens, of which a part has few pairs.
   constexpr bool may_await(u32 tokens) const {
     return tokens > 0 && may_plan_up_front(tokens) && dispatches_tokens(tokens) &&
-           combine_tokens(tokens) * top_k <= kAwaitedMost;
+           has_part_each(tokens) && combine_tokens(tokens) * top_k <= kAwaitedMost;
   }
 
   // --- Tokens that are read in place (counted_rows.hpp) ---
@@ -388,13 +393,13 @@ struct Geometry {
   /// rows, and a first product finds the token of each in this list (row_pair). So a call goes its
   /// usual way, with the same flags, and its results have the same bits.
   constexpr bool gathers_own_rows() const { return gathers_rows != 0 && alters_rows == 0; }
+  /// Whether no row is copied at all: those of a rank alone that reads them where they are.
+  constexpr bool copies_no_rows() const { return world == 1 && gathers_own_rows(); }
   /// Whether the rows of a pair lie between the two products at the pair's own place, whatever tile
   /// they are in. The list that says whose token a row is says the pair. It has this rank's own
   /// rows alone, so nobody else may have rows here: then a tile is one segment. Padding has no
   /// place.
-  constexpr bool between_by_pairs() const {
-    return between_pairs != 0 && gathers_own_rows() && world == 1;
-  }
+  constexpr bool between_by_pairs() const { return between_pairs != 0 && copies_no_rows(); }
 
   // --- The tile plan (tile_plan.hpp), and its bounds ---
 

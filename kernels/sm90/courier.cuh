@@ -205,8 +205,7 @@ inline Copy outgoing_copy(const RankArguments& arguments, const Rank<Machine>& r
           reinterpret_cast<u64>(outgoing_row(rank, part.peer, row.number))};
 }
 
-/// Whether no row goes anywhere: those of a rank alone that reads them where they are.
-inline constexpr bool kCopiesNone = kGeometry.world == 1 && kGeometry.gathers_own_rows();
+inline constexpr bool kCopiesNone = kGeometry.copies_no_rows();
 
 /// A courier's way through a call of few tokens. Leaves early if the call has failed.
 inline void run_token_dispatch(const RankArguments& arguments, const Call& call, u32 actor,
