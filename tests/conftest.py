@@ -11,6 +11,7 @@ import functools
 import gc
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,9 +33,9 @@ gc.disable()
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-# As launch/environment.sh says, also for tests that are run by hand: a pool's threads that wait for
-# work keep a core busy.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Whatever launch/environment.sh was told: a pool's threads that wait for work keep a core busy, and
+# where there is one, processes that share the tests cannot be forked (tests/workers.py).
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # What a processor's vectors can do is nothing to the tests: Inductor tries each out for seconds.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
@@ -153,7 +154,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     processes, collects = session.config.option.numprocesses, session.config.option.collectonly
-    if processes == 0 or collects or session.testsfailed:
+    # What is forked where CUDA has begun cannot use it, and tests of a GPU begin it as they are
+    # collected. So a host with a GPU runs all tests in this process.
+    torch = sys.modules.get("torch")
+    on_gpu = torch is not None and torch.cuda.is_available()
+    if processes == 0 or collects or session.testsfailed or on_gpu:
         return None
     workers.run(session, processes, lambda item: group_of(item.nodeid))
     return True

@@ -89,6 +89,11 @@ class Worker:
         self.left: Group = ()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
+        threads = len(os.listdir("/proc/self/task"))
+        assert threads == 1, (
+            f"tests cannot be shared: the process that has collected them has {threads} threads, "
+            "and a fork could wait for one for ever; find what starts it, or use --numprocesses 0"
+        )
         self.process = os.fork()
         if self.process == 0:
             for one in (self, *others):  # so that each knows when the parent has ended
