@@ -51,8 +51,8 @@ _NARROW_COLUMNS = 128
 _WEIGHT_BOX_ROWS = 128  # where no part reaches beyond them
 ORDERED_ROWS = 32
 """Rows of weights that lie in a box in an order of their own; a smaller box has no more."""
-VALUE_COLUMNS = 128
-"""Of a part of the first product of a call of gradients."""
+TURN_COLUMNS = 128
+"""Of a turn of the first product of a call of gradients, of which a part has one or two."""
 DEPTH = 64
 """Columns of a kept row are a multiple: kTileDepth."""
 _LINE_BYTES = 128  # of a cache, of which the rows of a call of gradients are whole ones
@@ -220,9 +220,12 @@ class KernelShape:
         size = cfg.dtype.itemsize
         hidden = cfg.hidden * size
         columns = -(-cfg.intermediate // DEPTH) * DEPTH
-        product0_parts, product1_parts = parts(cfg, VALUE_COLUMNS, _STAGE_COLUMNS)
+        whole = cfg.intermediate % (2 * TURN_COLUMNS) == 0
+        turns = 2 if self.saves and self.world_size == 1 and whole else 1
+        product0_parts, product1_parts = parts(cfg, turns * TURN_COLUMNS, _STAGE_COLUMNS)
+        products = -(-cfg.intermediate // TURN_COLUMNS)
         sent = _align(2 * hidden + self.slicing.pairs(cfg) * _CHOICE_BYTES, _LINE_BYTES)
-        kept = (3 if cfg.gated else 2) * columns * size + 4 * product0_parts + 4
+        kept = (3 if cfg.gated else 2) * columns * size + 4 * products + 4
         kept = _align(kept, _LINE_BYTES)
         if self.world_size > 1:  # a peer may send again before weights have their gradients
             kept += copies_bytes(cfg)

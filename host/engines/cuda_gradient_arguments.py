@@ -26,7 +26,7 @@ from moeos.engines.cuda_arguments import (
     RankBuffers,
 )
 from moeos.engines.saved_tensors import Share
-from moeos.kernel_shape import DEPTH, ORDERED_ROWS, VALUE_COLUMNS, copies_bytes
+from moeos.kernel_shape import DEPTH, ORDERED_ROWS, TURN_COLUMNS, copies_bytes
 
 _MAPS = (
     *("rows",) * len(CELL_BOX_ROWS),
@@ -172,7 +172,7 @@ class GradientPacker:
         cfg, packer = self._cfg, self._of_rank
         groups = DEPTH if cfg.intermediate % DEPTH == 0 else ORDERED_ROWS
         boxes = {
-            "w1": (w1, cfg.hidden, Box(VALUE_COLUMNS, cfg.dtype)),
+            "w1": (w1, cfg.hidden, Box(TURN_COLUMNS, cfg.dtype)),
             "w1_ordered": (w1, cfg.hidden, Box(groups, cfg.dtype, ordered=True)),
             "w2": (w2, cfg.intermediate, Box(DEPTH, cfg.dtype)),
         }

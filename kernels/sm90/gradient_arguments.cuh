@@ -16,15 +16,20 @@ namespace moeos::sm90 {
 inline constexpr u32 kDepthRows = kTileDepth;
 inline constexpr u32 kDepthBoxRows =
     kShape.intermediate % kDepthRows == 0 ? kDepthRows : kOrderedRows;
-/// Columns of a part's activated values.
-inline constexpr u32 kValueColumns = 128;
+/// Columns of a part's activated values: a turn's, or two turns' where h may be saved, since dA
+/// alone takes half of the registers. Then the product asks L2 for rows half as often. Of several
+/// ranks, whose tiles have more segments, registers would lie in memory.
+inline constexpr bool kTwoTurns =
+    kSaves && kGeometry.world == 1 && kShape.intermediate % (2 * kTurnColumns) == 0;
+inline constexpr u32 kTurns = kTwoTurns ? 2 : 1;
+inline constexpr u32 kValueColumns = kTurns * kTurnColumns;
 
 struct GradientMaps {
   TensorMap rows[kCellBoxes];      // [rows of all cells, 2 H]: x and the gradient of the output
   TensorMap d_hidden[kCellBoxes];  // [kept rows, kHalves * kKeptColumns]
   TensorMap values;                // [kept rows, kKeptColumns], box 64 x 64
   TensorMap inputs;                // [kept rows or rows of all cells, 2 H], likewise
-  TensorMap w1;                    // [X * w1 rows, H], box kValueColumns x 64
+  TensorMap w1;                    // [X * w1 rows, H], box kTurnColumns x 64
   TensorMap w1_ordered;            // the same, box kDepthBoxRows x 64
   TensorMap w2;                    // [X * H, I], box 64 x 64
   TensorMap d_w1;                  // a warp's box of a gradient: weight_gradients.cuh

@@ -27,7 +27,7 @@ inline constexpr u32 kWeightLanes = kTileColumns / kBoxColumns * kGroupBoxes;
 inline constexpr u32 kValueBoxes = kValueColumns / kBoxColumns;
 static_assert(kGeometry.segment_align == Geometry::kSegmentAlign &&
               kWeightLanes + padded_boxes(kTileRows) <= Machine::kLanes);
-static_assert(kValueBoxes + kHalves <= kWeightLanes);
+static_assert(kValueBoxes <= kWeightLanes && kHalves <= kWeightLanes);
 // What the host has made of the parts' columns.
 static_assert(kGeometry.product0_parts == ceil_div(kShape.intermediate, kValueColumns) &&
               kGeometry.product1_parts == ceil_div(kShape.hidden, kTileColumns));
@@ -54,25 +54,26 @@ inline Box find_gradient_rows(const GradientArguments& arguments, const Layout& 
   return box;
 }
 
-/// Boxes of weights of the first product, in its turn over gradients of the output: depth rows.
-inline Box find_w2(const GradientArguments& arguments, const Task& task, u32 part, u32 lane) {
+/// Boxes of weights of the first product over gradients of the output: depth rows, and so many
+/// columns from `first` on.
+inline Box find_w2(const GradientArguments& arguments, const Task& task, u32 first, u32 columns,
+                   u32 lane) {
   Box box;
-  if (lane < kValueBoxes) {
+  if (lane * kBoxColumns < columns) {
     box.map = &arguments.gradients.w2;
     box.row = task.local_expert * kShape.hidden;
-    box.column = part * kValueColumns + lane * kBoxColumns;
+    box.column = first + lane * kBoxColumns;
     box.place = kWeightsPlace + lane * kColumnsBoxBytes;
   }
   return box;
 }
-/// And in its turn over x: gate rows, and up rows.
-inline Box find_w1(const GradientArguments& arguments, const Task& task, u32 part, u32 lane) {
+/// And over x: gate rows, and up rows, of a turn's columns.
+inline Box find_w1(const GradientArguments& arguments, const Task& task, u32 first, u32 lane) {
   Box box;
   if (lane < kHalves) {
     box.map = &arguments.gradients.w1;
-    box.row =
-        task.local_expert * kShape.w1_rows() + lane * kShape.intermediate + part * kValueColumns;
-    box.place = kWeightsPlace + lane * kValueColumns * kSwizzleBytes;
+    box.row = task.local_expert * kShape.w1_rows() + lane * kShape.intermediate + first;
+    box.place = kWeightsPlace + lane * kTurnColumns * kSwizzleBytes;
   }
   return box;
 }
@@ -90,17 +91,20 @@ inline Box find_ordered_w1(const GradientArguments& arguments, const Task& task,
   return box;
 }
 
-/// Steps of a first product's turn over x.
+/// Steps over x of a first product's turn.
 inline u32 hidden_steps(const RankArguments& arguments, const Task& task) {
   return task.padded_rows == 0 || saves_all(arguments, task) ? 0 : kHiddenSteps;
+}
+/// Steps of all of a first product: of one turn for all columns where its tile's rows are saved.
+inline u32 value_steps(const RankArguments& arguments, const Task& task) {
+  return saves_all(arguments, task) ? kHiddenSteps : kTurns * 2 * kHiddenSteps;
 }
 /// Steps of a part; none of a tile of no rows.
 inline u32 gradient_steps(const RankArguments& arguments, const Task& task) {
   if (task.padded_rows == 0) {
     return 0;
   }
-  return task.kind == TaskKind::product0 ? kHiddenSteps + hidden_steps(arguments, task)
-                                         : kSecondSteps;
+  return task.kind == TaskKind::product0 ? value_steps(arguments, task) : kSecondSteps;
 }
 
 /// The load warp, before its first part.
@@ -128,16 +132,22 @@ inline void load_tile(const RankArguments& given, const Layout& layout, const Ta
                 loader, place_at);
   };
   if (task.kind == TaskKind::product0) {
-    const u32 turn = minimum(steps, kHiddenSteps);
-    const Box w2 = find_w2(arguments, task, part, lane);
-    fill(0, turn, w2, kValueColumns, [&](u32 step) {
-      return of_rows ? BoxPlace{rows.row, kShape.hidden + step * kTileDepth}
-                     : BoxPlace{w2.row + step * kDepthRows, w2.column};
-    });
-    const Box w1 = find_w1(arguments, task, part, lane);
-    fill(turn, steps, w1, kHalves * kValueColumns, [&](u32 step) {
-      return BoxPlace{of_rows ? rows.row : w1.row, (step - turn) * kTileDepth};
-    });
+#pragma unroll 1
+    for (u32 first = 0; first < steps; first += 2 * kHiddenSteps) {
+      const u32 turn = minimum(first + kHiddenSteps, steps);
+      const u32 end = minimum(turn + kHiddenSteps, steps);
+      const u32 column = part * kValueColumns + first / (2 * kHiddenSteps) * kTurnColumns;
+      const u32 columns = end == turn ? kValueColumns : kTurnColumns;
+      const Box w2 = find_w2(arguments, task, column, columns, lane);
+      fill(first, turn, w2, columns, [&](u32 step) {
+        return of_rows ? BoxPlace{rows.row, kShape.hidden + (step - first) * kTileDepth}
+                       : BoxPlace{w2.row + (step - first) * kDepthRows, w2.column};
+      });
+      const Box w1 = find_w1(arguments, task, column, lane);
+      fill(turn, end, w1, kHalves * kTurnColumns, [&](u32 step) {
+        return BoxPlace{of_rows ? rows.row : w1.row, (step - turn) * kTileDepth};
+      });
+    }
   } else {
     const Box w1 = find_ordered_w1(arguments, task, part, lane);
     fill(0, steps, w1, kTileColumns, [&](u32 step) {

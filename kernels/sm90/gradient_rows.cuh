@@ -6,7 +6,7 @@
 //   result   [gradient of x, times the row's weight][gradient of the weight]
 //   sums     [gradient of x][gradient of each choice's weight][of the shared experts' weight]
 //   kept     [activated values, times the weight][gradients before the activation, likewise]
-//            [<dA, A> of each part][weight][x][gradient of the output]
+//            [<dA, A> of each turn][weight][x][gradient of the output]
 //
 // A row of sums, of ranks that have slices of the same experts, is fp32 (runtime/slices.hpp).
 // A kept row's place is that of its source, expert and slot, whichever tile it came in. So what is
@@ -46,7 +46,10 @@ inline constexpr u32 kKeptColumns = align_up(kShape.intermediate, kTileDepth);
 inline constexpr u32 kHalves = kShape.gated() ? 2 : 1;
 inline constexpr u32 kDHiddenAt = kKeptColumns * 2;
 inline constexpr u32 kProductsAt = kDHiddenAt + kHalves * kKeptColumns * 2;
-inline constexpr u32 kWeightAt = kProductsAt + kGeometry.product0_parts * u32{sizeof(float)};
+/// Columns of a turn, whose h a part may have to compute, and of each <dA, A> that is kept.
+inline constexpr u32 kTurnColumns = 128;
+inline constexpr u32 kProductsOfRow = ceil_div(kShape.intermediate, kTurnColumns);
+inline constexpr u32 kWeightAt = kProductsAt + kProductsOfRow * u32{sizeof(float)};
 inline constexpr u32 kCopiesAt = align_up(kWeightAt + u32{sizeof(float)}, kLineBytes);
 /// Whether x and the gradient of the output are kept, too: a peer may send the next call's rows as
 /// soon as this call's are back. A rank alone sends none before all of this call is over.

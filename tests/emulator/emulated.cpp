@@ -190,7 +190,7 @@ GradientArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank,
   maps.inputs = kCopies ? map_of(t.intermediate + kCopiesAt, kKeptRows, columns, kDepthRows, 2,
                                  kSwizzleBytes, kKeptRowBytes)
                         : maps.rows[kCellBoxes - 2];
-  maps.w1 = map_of(t.w1, experts * kShape.w1_rows(), kShape.hidden, kValueColumns);
+  maps.w1 = map_of(t.w1, experts * kShape.w1_rows(), kShape.hidden, kTurnColumns);
   maps.w1_ordered = map_of(t.w1, experts * kShape.w1_rows(), kShape.hidden, kDepthBoxRows);
   maps.w2 = map_of(t.w2, experts * kShape.hidden, kShape.intermediate, kDepthRows);
   constexpr u64 kHidden = kShape.hidden;

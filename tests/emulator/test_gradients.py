@@ -38,6 +38,11 @@ LAYERS: dict[str, tuple[dict[str, Any], int | Placement]] = {
         {"hidden": 256, "intermediate": 128, "experts": 24},
         1,
     ),
+    "parts of two turns where h is saved": ({"hidden": 96, "intermediate": 256}, 1),
+    "the same, biases, no gate values": (
+        {"hidden": 64, "intermediate": 512, "activation": "relu2", "bias": True},
+        1,
+    ),
     "biases, no gate values": (
         {"activation": "relu2", "hidden": 64, "intermediate": 40, "bias": True},
         1,
@@ -223,9 +228,12 @@ def rows_sent(cfg: MoEConfig, call: Call, experts: Sequence[int]) -> int:
     return sum(count if most is None else min(count, most) for count in counts)
 
 
-SAVED = ("a capacity, experts anywhere, zero experts, gelu, biases",)
-"""It has the capacity map, in which rows of a cell are not those in the order of sending. There
-tokens also have zero experts, and pairs that are dropped, of which these must be told apart.
+SAVED = (
+    "a capacity, experts anywhere, zero experts, gelu, biases",
+    "parts of two turns where h is saved",
+)
+"""The first has the capacity map, in which rows of a cell are not those in the order of sending.
+There tokens also have zero experts, and pairs that are dropped, of which these must be told apart.
 `test_slice_gradients.py` has a gated activation without biases in every run."""
 
 
