@@ -297,7 +297,8 @@ class CudaEngine:
             assert cuda_gradients.sizes_agree(self._shape.sizes, shape.sizes)
             key = (shape.cfg, shape.places, self._slicing, "gradients")
             mine = self._shared.admit(key, shape.sizes, self._peers, self._device, self._slicing)
-            blocks = torch.cuda.get_device_properties(self._device).multi_processor_count
+            processors = torch.cuda.get_device_properties(self._device).multi_processor_count
+            blocks = processors // 2 * 2  # pairs: kernels/sm90/ptx/pair.cuh
 
             def make() -> CudaGradients:
                 loaded = self._load(kernel, shape, mine.kernels)

@@ -19,17 +19,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 }
 
 /// Of one rank, whose call of gradients is the last one that wrote its records.
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void MOEOS_PAIRS __launch_bounds__(kThreads, 1)
     moeos_weight_gradients(const __grid_constant__ GradientArguments arguments) {
   FactorShared& shared = *reinterpret_cast<FactorShared*>(dynamic_shared_memory());
   if (threadIdx.x == 0) {
     for (u32 i = 0; i < kStages; ++i) {
       shared.stage_full[i].initialise(1);
-      shared.stage_empty[i].initialise(kConsumerWarps);
+      shared.stage_empty[i].initialise(kPair * kConsumerWarps);
     }
     fence_barrier_initialisation();
   }
-  __syncthreads();
+  pair_barrier();
   const u32 warp = threadIdx.x / 32;
   if (warp >= kFirstConsumerWarp) {
     raise_registers<kConsumerRegisters>();
@@ -37,12 +37,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if constexpr (kBias) {
       add_biases(arguments);
     }
-    return;
+  } else {
+    lower_registers<kOtherRegisters>();
+    if (warp == kLoadWarp) {
+      load_factors(arguments, shared);
+    }
   }
-  lower_registers<kOtherRegisters>();
-  if (warp == kLoadWarp) {
-    load_factors(arguments, shared);
-  }
+  pair_barrier();  // the other block writes to this one's memory as long as it runs
 }
 
 }  // namespace moeos::sm90

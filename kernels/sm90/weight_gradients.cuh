@@ -10,12 +10,17 @@
 // cores take them. The first of the two in each line has been multiplied by the rows' weights, or
 // the second. A tile of a gradient has one block, which adds rows up in the order of sources, and
 // of a source in the order of its cell, in steps of 64. So bits depend neither on how rows were
-// packed into tiles nor on the number of blocks. May not know: queues, flags, tiles of the call.
+// packed into tiles nor on the number of blocks.
+//
+// Two blocks side by side have tiles one below the other, with the same columns of the right
+// factor: each loads half of these for both, so L2 is asked for a third less. A stage is empty when
+// the consumers of both are done with it. May not know: queues, flags, tiles of the call.
 #pragma once
 
 #include "kernels/sm90/gradient_arguments.cuh"
 #include "kernels/sm90/gradient_tile.cuh"
 #include "kernels/sm90/mainloop.cuh"
+#include "kernels/sm90/ptx/pair.cuh"
 
 namespace moeos::sm90 {
 
@@ -23,11 +28,14 @@ inline constexpr u32 kLeftColumns = kTileRows;
 inline constexpr u32 kRightColumns = kTileColumns;
 inline constexpr u32 kLeftBoxes = kLeftColumns / kBoxColumns;
 inline constexpr u32 kRightBoxes = kRightColumns / kBoxColumns;
+inline constexpr u32 kOwnRightBoxes = kRightBoxes / kPair;  // that a block loads for both
+inline constexpr u32 kPairColumns = kPair * kLeftColumns;
 inline constexpr u32 kFactorColumns = kHalves * kKeptColumns;  // kept gradients of h
 inline constexpr u32 kTilesAcross1 = ceil_div(kShape.hidden, kRightColumns);
-inline constexpr u32 kTiles1 = ceil_div(kFactorColumns, kLeftColumns) * kTilesAcross1;
+inline constexpr u32 kTiles1 =  // of pairs
+    ceil_div(kFactorColumns, kPairColumns) * kTilesAcross1;
 inline constexpr u32 kTilesAcross2 = ceil_div(kShape.intermediate, kRightColumns);
-inline constexpr u32 kTiles2 = ceil_div(kShape.hidden, kLeftColumns) * kTilesAcross2;
+inline constexpr u32 kTiles2 = ceil_div(kShape.hidden, kPairColumns) * kTilesAcross2;
 
 /// A consumer warp's rows of a tile and 64 of their columns on their way to memory: a box.
 ///
@@ -48,7 +56,7 @@ struct FactorShared {
 };
 static_assert(sizeof(FactorShared) <= sizeof(Shared), "a launch has as much");
 
-/// A tile of a gradient, by its number.
+/// A block's tile of a gradient, by the number of the pair's.
 struct GradientTile {
   u32 expert;
   bool second;  // of dW2
@@ -63,10 +71,10 @@ struct GradientTile {
     second = nth >= first;
     const u32 within = second ? nth - first : nth;
     const u32 across = second ? kTilesAcross2 : kTilesAcross1;
-    left = within / across * kLeftColumns;
+    left = within / across * kPairColumns + block_of_pair() * kLeftColumns;
     right = within % across * kRightColumns;
   }
-  /// Tiles of an expert.
+  /// Tiles of pairs, of an expert.
   static u32 each_of(const GradientArguments& arguments) {
     return (arguments.d_w1 != nullptr ? kTiles1 : 0) + (arguments.d_w2 != nullptr ? kTiles2 : 0);
   }
@@ -100,12 +108,22 @@ inline u32 steps_of_expert(const GradientArguments& arguments, u32 expert) {
   return steps;
 }
 
-/// Calls visit(tile) for each tile that is this block's.
+/// Calls visit(tile) for each tile that is this block's: as often in both of its pair, and of the
+/// same experts.
 template <class Visit>
 inline void for_each_gradient(const GradientArguments& arguments, Visit visit) {
   const u32 all = arguments.experts * GradientTile::each_of(arguments);
-  for (u32 number = blockIdx.x; number < all; number += arguments.blocks) {
+  for (u32 number = blockIdx.x / kPair; number < all; number += arguments.blocks / kPair) {
     visit(GradientTile(arguments, number));
+  }
+}
+
+/// A consumer warp has used a stage, which both blocks fill. The arrivals release its reads to the
+/// load warps of both, which wait for the phase before they write there.
+inline void release_stage(FactorShared& shared, u32 index) {
+  __syncwarp();
+  if (Machine::lane() < kPair) {
+    arrive_in_pair(shared.stage_empty[index], Machine::lane());
   }
 }
 
@@ -115,7 +133,7 @@ inline void load_factors(const GradientArguments& arguments, FactorShared& share
   RingPosition<kStages> at;
   for_each_gradient(arguments, [&](const GradientTile& tile) {
     const bool of_left = lane < kLeftBoxes;
-    const u32 nth = of_left ? lane : lane - kLeftBoxes;
+    const u32 nth = of_left ? lane : lane - kLeftBoxes + block_of_pair() * kOwnRightBoxes;
     const bool of_kept = of_left != tile.second;
     const TensorMap& map = !of_kept      ? arguments.gradients.inputs
                            : tile.second ? arguments.gradients.values
@@ -131,17 +149,20 @@ inline void load_factors(const GradientArguments& arguments, FactorShared& share
           full.arrive_expecting(sizeof(Stage));
         }
         __syncwarp();
-        if (lane < kLeftBoxes + kRightBoxes) {
-          u8* const to = of_left ? shared.stages[at.index].rows : shared.stages[at.index].weights;
-          load_box(map, to + nth * kColumnsBoxBytes, full,
-                   (of_kept ? rows.kept : rows.input) + first, column);
+        const u32 row = (of_kept ? rows.kept : rows.input) + first;
+        if (of_left) {
+          load_box(map, shared.stages[at.index].rows + nth * kColumnsBoxBytes, full, row, column);
+        } else if (lane < kLeftBoxes + kOwnRightBoxes) {
+          load_box_for_pair(map, shared.stages[at.index].weights + nth * kColumnsBoxBytes, full,
+                            row, column);
         }
       }
     }
   });
 }
 static_assert(box_height(kCellBoxes, kCellBoxes - 2) == kDepthRows);
-static_assert((kLeftBoxes + kRightBoxes) * kColumnsBoxBytes == sizeof(Stage));
+static_assert((kLeftBoxes + kRightBoxes) * kColumnsBoxBytes == sizeof(Stage) &&
+              kOwnRightBoxes * kPair == kRightBoxes);
 
 /// Which of an expert's rows the next step has.
 class Depth {

@@ -154,7 +154,7 @@ void place_saved(RankArguments&, const RankTensors&) {}
 #if MOEOS_GRADIENTS
 using Launch = GradientLaunch;
 
-constexpr u32 kGradientBlocks = 3;
+constexpr u32 kGradientBlocks = 4;  // pairs
 
 struct Dimension {
   u64 size;

@@ -135,6 +135,17 @@ void wait_while(const char* what, const unsigned long long& count, unsigned long
   wait(lane, what);
 }
 
+/// Waits for all others of so many threads.
+void meet(BlockBarrier& barrier, unsigned threads) {
+  const unsigned long long generation = barrier.generation;
+  if (++barrier.arrived == threads) {
+    barrier.arrived = 0;
+    ++barrier.generation;
+  } else {
+    wait_while(kBlockBarrier, barrier.generation, generation);
+  }
+}
+
 [[noreturn]] void fault(const std::string& text) {
   std::ostringstream said;
   said << "block " << running().warp->block->index << ", thread " << running().thread << ": "
@@ -354,14 +365,25 @@ const unsigned long long* exchange(const char* what, unsigned long long value) {
 }
 
 void block_barrier(unsigned id, unsigned threads) {
-  BlockBarrier& barrier = running().warp->block->barriers[id];
-  const unsigned long long generation = barrier.generation;
-  if (++barrier.arrived == threads) {
-    barrier.arrived = 0;
-    ++barrier.generation;
-  } else {
-    wait_while(kBlockBarrier, barrier.generation, generation);
+  meet(running().warp->block->barriers[id], threads);
+}
+
+void pair_barrier() {
+  constexpr unsigned kOfPair = 16;  // behind those of a block
+  const unsigned first = running().warp->block->index / 2 * 2;
+  if (first + 1 >= grid->blocks.size()) {
+    fault("a pair has one block");
   }
+  meet(grid->blocks[first]->barriers[kOfPair], 2 * block_threads());
+}
+
+void* in_pair(const void* place, unsigned block) {
+  const Block& own = *running().warp->block;
+  const auto offset = static_cast<const unsigned char*>(place) - own.shared;
+  if (offset < 0 || static_cast<std::size_t>(offset) >= grid->launch->shared_bytes) {
+    fault("a place in a pair that lies in no shared memory");
+  }
+  return grid->blocks[own.index / 2 * 2 + block]->shared + offset;
 }
 
 void later(std::function<void()> effect) {

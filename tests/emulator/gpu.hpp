@@ -62,6 +62,13 @@ unsigned block_threads();
 /// A barrier of the block among `threads` of its threads.
 void block_barrier(unsigned id, unsigned threads);
 
+/// A barrier of all threads of the running block and of the one that it is a pair with: those with
+/// numbers 2n and 2n + 1.
+void pair_barrier();
+/// Where block `block` of the pair, 0 or 1, has in its shared memory what lies at `place` in the
+/// running block's.
+void* in_pair(const void* place, unsigned block);
+
 /// Runs `effect` in a while, as hardware beside the lanes does.
 void later(std::function<void()> effect);
 
