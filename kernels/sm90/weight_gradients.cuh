@@ -192,14 +192,17 @@ class Depth {
   u32 left_ = 0;  // of the source's rows
 };
 
-/// Makes zeros of what a stage has behind so many rows of both factors: rows of other experts. By
-/// all consumers.
+/// Rows of one instruction's depth.
+inline constexpr u32 kInstructionRows = 16;
+
+/// Makes zeros of what a stage has behind so many rows of both factors, up to the end of the
+/// instruction that multiplies the last one: rows of other experts. By all consumers.
 inline void clear_behind(Stage& stage, u32 rows) {
   constexpr u32 kVectors = kColumnsBoxBytes / sizeof(uint4);
   constexpr u32 kOfRow = kBoxColumns * 2 / sizeof(uint4);
   auto* const to = reinterpret_cast<uint4*>(&stage);
   const u32 first = rows * kOfRow;
-  const u32 each = kVectors - first;
+  const u32 each = align_up(rows, kInstructionRows) * kOfRow - first;
   for (u32 i = threadIdx.x % kConsumerThreads; i < (kLeftBoxes + kRightBoxes) * each;
        i += kConsumerThreads) {
     to[i / each * kVectors + first + i % each] = make_uint4(0, 0, 0, 0);
@@ -271,20 +274,31 @@ inline void multiply_factors(const GradientArguments& arguments, FactorShared& s
   for_each_gradient(arguments, [&](const GradientTile& tile) {
     Depth depth(arguments, tile.expert);
     float d[kSecondSums] = {};
+    u32 rows = 0;  // of the step
     for_each_step(
         d, steps_of_expert(arguments, tile.expert), shared, stage,
         [&](Stage& of, u32) {
-          const u32 rows = depth.take();
-          if (rows < kDepthRows) {
+          rows = depth.take();
+          if (rows % kInstructionRows != 0) {
             clear_behind(of, rows);
           }
         },
         [&](const Stage& from) {
-#pragma unroll
-          for (u32 k = 0; k < kDepthRows / 16; ++k) {
+          const auto multiply = [&](u32 k) {
             multiply_accumulate<MOEOS_FLOAT16, Major::columns, Major::columns>(
                 d, columns_descriptor(from.rows + group * kColumnsBoxBytes + k * kDepthStepBytes),
                 columns_descriptor(from.weights + k * kDepthStepBytes));
+          };
+          if (rows == kDepthRows) {
+#pragma unroll
+            for (u32 k = 0; k < kDepthRows / kInstructionRows; ++k) {
+              multiply(k);
+            }
+          } else {
+#pragma unroll 1
+            for (u32 k = 0; k * kInstructionRows < rows; ++k) {
+              multiply(k);
+            }
           }
         });
     store_gradients(d, arguments, tile, shared);
