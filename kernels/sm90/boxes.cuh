@@ -23,6 +23,9 @@ struct Box {
   u32 column = 0;  // in the first step
   u32 place = 0;   // of its destination, bytes from the begin of the stage
   CachePolicy policy = CachePolicy::normal;  // of weights
+  // Steps that L2 is asked for them before they are loaded: where stages have few bytes of them,
+  // those that are under way are not enough for what memory can bring.
+  u32 ahead = 0;
 };
 /// Where a box begins in its matrix, in one of the steps.
 struct BoxPlace {
@@ -71,6 +74,15 @@ struct NoCopies {
 template <class PlaceAt, class Copies = NoCopies>
 inline void fill_stages(const Steps& steps, u32 bytes, const Box& box, Loader& loader,
                         PlaceAt place_at, const Copies& copies = {}) {
+  const auto ask_for = [&](u32 step) {
+    if (box.ahead > 0 && step < steps.end) {
+      const auto [row, column] = place_at(step);
+      prefetch_weights(*box.map, row, column, box.policy);
+    }
+  };
+  for (u32 step = steps.first; step < steps.first + box.ahead; ++step) {
+    ask_for(step);
+  }
   for (u32 step = steps.first; step < steps.end; ++step, loader.advance()) {
     if (Machine::lane() == 0) {
       if (steps.all - step == minimum(steps.all, kClaimSteps)) {
@@ -89,6 +101,7 @@ inline void fill_stages(const Steps& steps, u32 bytes, const Box& box, Loader& l
     const auto [row, column] = place_at(step);
     if (box.of_weights) {
       load_weights(*box.map, to, loader.full(), row, column, box.policy);
+      ask_for(step + box.ahead);
     } else if (box.map != nullptr) {
       load_box(*box.map, to, loader.full(), row, column);
     }

@@ -51,6 +51,15 @@ inline void load_weights(const TensorMap& map, void* destination, Barrier& barri
       : "memory");
 }
 
+/// Asks L2 for what such a box is copied from.
+inline void prefetch_weights(const TensorMap& map, u32 row, u32 column, CachePolicy policy) {
+  asm volatile(
+      "cp.async.bulk.prefetch.tensor.5d.L2.global.tile.L2::cache_hint [%0, {%1, %3, %2, %3, %3}], "
+      "%4;" ::"l"(&map),
+      "r"(column), "r"(row / 8), "r"(0), "l"(policy)
+      : "memory");
+}
+
 /// Copies `bytes` bytes from global memory and counts them on `barrier`. Addresses and bytes are
 /// multiples of 16.
 inline void load_bytes(const void* source, void* destination, u32 bytes, Barrier& barrier) {

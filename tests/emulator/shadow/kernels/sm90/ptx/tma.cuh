@@ -81,6 +81,8 @@ inline void load_weights(const TensorMap& map, void* destination, Barrier& barri
   });
 }
 
+inline void prefetch_weights(const TensorMap&, u32, u32, CachePolicy) {}
+
 inline void load_bytes(const void* source, void* destination, u32 bytes, Barrier& barrier) {
   emulator::later([source, destination, bytes, &barrier] {
     std::memcpy(destination, source, bytes);
