@@ -119,6 +119,8 @@ inline constexpr bool kDecodesExperts = kFormat != WeightFormat::plain && !kCode
 inline constexpr bool kDecodesShared = kShape.shared_weight_format != WeightFormat::plain;
 static_assert(!kDecodesShared || (kShares && kShape.shared_weight_format == kFormat));
 inline constexpr bool kDecodes = kDecodesExperts || kDecodesShared;
+/// Whether narrow tiles of few rows decode their weights in registers (weights_in_registers.cuh).
+inline constexpr bool kWeightsInRegisters = kDecodesExperts && !is_fp8(kFormat);
 /// Bytes of a row of weights in a stage, as it lands.
 inline constexpr u32 kCodeBytes = kDecodes ? kTileDepth * code_bits(kFormat) / 8 : kSwizzleBytes;
 /// The same of weights that meet rows of codes.

@@ -269,7 +269,7 @@ inline void exchange_sums(float (&to)[kCodedSums], const float (&d)[kHalves][kCo
   static_assert(kCodedSums == kConsumers * kColumnSums);
   auto* const sums = reinterpret_cast<float*>(shared.route);
   const u32 row = first_weight_row();
-  const u32 pair = Machine::lane() % 4 * 2;
+  const u32 pair = of_part(Machine::lane()) % 4 * 2;
 #pragma unroll
   for (u32 half = 0; half < kHalves; ++half) {
     if (half * kColumnTokens >= rows) {

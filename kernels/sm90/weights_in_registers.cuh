@@ -18,8 +18,7 @@ namespace moeos::sm90 {
 /// Tokens of such a tile, at most. Each warp reads them all: of more, shared memory would bound a
 /// step (docs/log/0119-weights-decoded-in-registers.md).
 inline constexpr u32 kWarpTokens = 32;
-/// Whether a kernel has such tiles; and whether one is.
-inline constexpr bool kWeightsInRegisters = kDecodesExperts && !is_fp8(kFormat);
+/// Whether a tile is one.
 inline bool is_in_warps(const Task& task) {
   return kWeightsInRegisters && task.narrow != 0 && !is_shared(task) &&
          task.padded_rows <= kWarpTokens;
