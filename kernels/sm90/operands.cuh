@@ -164,7 +164,7 @@ inline void load_tile(const RankArguments& arguments, const Layout& layout, cons
   box.column = n * box_depth_of(task);
   if (index < weight_boxes) {
     find_weights(arguments, task, part, index, kWeightsPlace + n * columns * kSwizzleBytes, box);
-    box.ahead = kWeightsInRegisters && narrow && !is_shared(task) ? kStages : 0;
+    box.ahead = 0;
   } else {
     find_rows(arguments, layout, task, index - weight_boxes, n * kNarrowRows * kSwizzleBytes, box);
   }
