@@ -246,7 +246,9 @@ inline void multiply_rows_of_warp(float (&d)[kColumnSums], const RankArguments& 
     scales.begin(step);
     const bool small = scales.are_all_small();
     shared.stage_full[stage.index].wait(stage.parity);
-    if (small) {
+    if (step > 0) {
+      release_read_stage(shared, stage.index);
+    } else if (small) {
       multiply_step<kTokens, true>(d, shared, stage.index, place, lane, scales);
     } else {
       multiply_step<kTokens, false>(d, shared, stage.index, place, lane, scales);
