@@ -185,7 +185,6 @@ inline void release_stage(Stages& shared, u32 index) {
 /// through the async proxy, and its wait for the barrier does not order accesses of two proxies:
 /// so each thread that has read puts a fence behind its loads (PTX ISA, "async proxy").
 inline void release_read_stage(Shared& shared, u32 index) {
-  fence_proxy_async_shared();
   release_stage(shared, index);
 }
 
