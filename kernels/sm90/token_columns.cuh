@@ -24,6 +24,9 @@ inline constexpr u32 kColumnWeights = kConsumerRows;   // rows of a warpgroup's
 inline constexpr u32 kColumnSums = kColumnTokens / 2;  // of a thread
 inline constexpr u32 kProductCodes = 32;               // along the depth
 inline constexpr u32 kWeightsOfScale = scale_columns(kFormat, kShape.hidden);
+/// Whether scales, which are powers of two, may be put into codes: where those of 128 columns of a
+/// row are not far apart. Then what is added up has one scale.
+inline constexpr bool kFoldsScales = kFormat == WeightFormat::mxfp4;
 static_assert(!kTokensAreColumns ||
               (kProductCodes % kWeightsOfScale == 0 && 2 * kColumnWeights == kTileColumns));
 
@@ -33,8 +36,20 @@ inline u32 first_weight_row() {
   return thread / 32 % 4 * kWarpRows + thread % 32 / 4;
 }
 
+/// The e4m3 codes of magnitudes of e2m1, 0, 0.5, 1, 1.5, 2, 3, 4 and 6, times a power of two.
+struct Magnitudes {
+  u32 low = 0x3C383000U;
+  u32 high = 0x4C484440U;
+
+  /// Times 2^(nth - 5), of which e4m3 has all up to kPowers - 1.
+  static constexpr u32 kPowers = 12;
+  static Magnitudes times_power(u32 nth) {
+    return {0x14100800U + nth * 0x08080800U, 0x24201C18U + nth * 0x08080808U};
+  }
+};
+
 /// The e4m3 codes of four 4-bit ones, which are the lower 16 bits; others may be anything.
-inline u32 e4m3_of(u32 codes) {
+inline u32 e4m3_of(u32 codes, const Magnitudes& magnitudes) {
   // Bytes whose first bit is set: permute_bytes fills those that the codes' own first bits choose.
   constexpr u32 kSigned = 0x80808080U;
   if constexpr (kFormat == WeightFormat::int4_group32) {
@@ -42,8 +57,8 @@ inline u32 e4m3_of(u32 codes) {
     const u32 below = permute_bytes(0x4A4C4E50U, 0x38404448U, codes);   // 8, 7, ... 1, or 0
     const u32 others = permute_bytes(0x44403800U, 0x4E4C4A48U, other);  // 0, 1, ... 7, or 0
     return below | others | (permute_bytes(kSigned, kSigned, other) << 1 & kSigned);
-  } else {  // 0, 0.5, 1, 1.5, 2, 3, 4, 6
-    return permute_bytes(0x3C383000U, 0x4C484440U, codes & 0x7777U) |
+  } else {
+    return permute_bytes(magnitudes.low, magnitudes.high, codes & 0x7777U) |
            (permute_bytes(kSigned, kSigned, codes) << 1 & kSigned);
   }
 }
@@ -99,6 +114,36 @@ class ColumnScales {
     }
   }
 
+  /// Of mxfp4: finds the largest scale of each row in each box. Which boxes of its warp's rows have
+  /// others that are too small to fold, or are NaN, in bits. By all lanes.
+  u32 find_largest() {
+    u32 misfits = 0;
+#pragma unroll
+    for (u32 box = 0; box < kBoxes; ++box) {
+      bool fits = true;
+#pragma unroll
+      for (u32 lower = 0; lower < 2; ++lower) {
+        const u32 mine = of_weights_[lower][box];
+        u32 largest = maximum(mine, __shfl_xor_sync(~0U, mine, 1U));
+        largest = maximum(largest, __shfl_xor_sync(~0U, largest, 2U));
+        fits = fits && largest - mine < Magnitudes::kPowers && largest != 0xFF &&
+               largest >= kLeastLargest;
+        largest_[lower][box] = largest;
+      }
+      misfits |= Machine::ballot(!fits) != 0 ? 1U << box : 0;
+    }
+    return misfits;
+  }
+  /// A row's codes of the `nth` 32 columns of a box, by its largest scale there; and that.
+  Magnitudes folded(u32 lower, u32 box, u32 nth) const {
+    const u32 lane = Machine::lane() / 4 * 4 + nth;
+    const u32 scale = __shfl_sync(~0U, of_weights_[lower][box], static_cast<int>(lane));
+    return Magnitudes::times_power(scale + Magnitudes::kPowers - 1 - largest_[lower][box]);
+  }
+  float largest(u32 lower, u32 box) const {
+    return __uint_as_float((largest_[lower][box] - (Magnitudes::kPowers - 6)) << 23);
+  }
+
   /// Of one of the two rows, for the `nth` piece of a box that has a scale of its own.
   float of_weights(u32 lower, u32 box, u32 nth) const {
     const u32 stored = of_weights_[lower][box * kOfLane + nth % kOfLane];
@@ -108,6 +153,7 @@ class ColumnScales {
 
  private:
   static constexpr u32 kOfLane = kCodedDepth / kWeightsOfScale / 4;  // of a row in a box
+  static constexpr u32 kLeastLargest = Magnitudes::kPowers - 5;      // so that none is subnormal
   static_assert(kColumns * kBoxes * kGroups <= kConsumerThreads);
   static_assert(part_columns(kProduct, kTileColumns) % kWarpRows == 0);
   static u32 thread() { return of_part(threadIdx.x - kFirstConsumerWarp * 32); }
@@ -117,16 +163,76 @@ class ColumnScales {
   float of_matrix_ = 1.0F;
   float of_token_;
   u32 of_weights_[2][kBoxes * kOfLane];
+  u32 largest_[2][kBoxes];  // where scales are folded
 };
 
 /// A thread's codes of `nth` 32 columns of a box, as rows of a product. `row`: its first one, which
 /// TMA has swizzled within 128 bytes.
-inline void decode_codes(u32 (&codes)[4], const u8* row, u32 nth, u32 turn) {
+inline void decode_codes(u32 (&codes)[4], const u8* row, u32 nth, u32 turn,
+                         const Magnitudes (&of_rows)[2]) {
   constexpr u32 kBytes = kProductCodes / 2;
 #pragma unroll
   for (u32 i = 0; i < 4; ++i) {
     const u32 at = i % 2 * 8 * kCodedRowBytes + (nth ^ turn) * kBytes + i / 2 * kBytes / 2;
-    codes[i] = e4m3_of(*reinterpret_cast<const u16*>(row + at + Machine::lane() % 4 * 2));
+    codes[i] =
+        e4m3_of(*reinterpret_cast<const u16*>(row + at + Machine::lane() % 4 * 2), of_rows[i % 2]);
+  }
+}
+
+/// d += such products of a box whose scales are folded into codes: tensor cores add up a token's
+/// group. `sums`: of theirs, and `published`: scales of tokens, as below.
+template <u32 kHalves, u32 kTokens, class Scales>
+inline void multiply_folded(float (&d)[kColumnHalves][kColumnSums], float (&sums)[kTokens / 2],
+                            const Scales& scales, const Stage& from, const u8* codes,
+                            const float* published, u32 turn, u32 box, u32 rows) {
+  constexpr u32 kColumns = kHalves * kTokens;
+  constexpr u32 kOfGroup = kCodedDepth / kProductCodes / Scales::kGroups;
+#pragma unroll
+  for (u32 nth = 0; nth < Scales::kGroups; ++nth) {
+    u32 weights[kOfGroup][4];
+#pragma unroll
+    for (u32 k = 0; k < kOfGroup; ++k) {
+      const u32 product = nth * kOfGroup + k;
+      decode_codes(weights[k], codes, product, turn,
+                   {scales.folded(0, box, product), scales.folded(1, box, product)});
+    }
+    const float of_row[2] = {scales.largest(0, box), scales.largest(1, box)};
+#pragma unroll
+    for (u32 half = 0; half < kHalves; ++half) {
+      if (half * kColumnTokens >= rows) {
+        continue;
+      }
+      const u8* const tokens = from.rows + (box + half) * kColumnTokens * kSwizzleBytes;
+      hold(sums);
+      wgmma_fence();
+      const auto of = [&](u32 k) {
+        return matrix_descriptor(tokens + (nth * kOfGroup + k) * kProductCodes);
+      };
+      multiply_codes<false>(sums, weights[0], of(0));
+#pragma unroll
+      for (u32 k = 1; k < kOfGroup; ++k) {
+        multiply_codes<true>(sums, weights[k], of(k));
+      }
+      wgmma_commit();
+      wgmma_wait<0>();
+      hold(sums);
+#pragma unroll
+      for (u32 k = 0; k < kOfGroup; ++k) {
+        hold(weights[k]);  // until here
+      }
+      const auto* const of_columns =
+          published + (box * Scales::kGroups + nth) * kColumns + half * kColumnTokens;
+#pragma unroll
+      for (u32 i = 0; i < kTokens / 2; i += 4) {
+        const auto two =
+            *reinterpret_cast<const float2*>(of_columns + 2 * i + Machine::lane() % 4 * 2);
+#pragma unroll
+        for (u32 lower = 0; lower < 2; ++lower) {
+          d[half][i + 2 * lower] += sums[i + 2 * lower] * of_row[lower] * two.x;
+          d[half][i + 2 * lower + 1] += sums[i + 2 * lower + 1] * of_row[lower] * two.y;
+        }
+      }
+    }
   }
 }
 
@@ -155,6 +261,7 @@ inline void multiply_by_columns(float (&d)[kColumnHalves][kColumnSums],
   const u32 row = group * kColumnWeights + first_weight_row();
   const u32 turn = row / (kSwizzleBytes / kCodedRowBytes) % kProducts;
   float sums[kAtOnce][kSums] = {};
+  auto* const misfits = reinterpret_cast<u32*>(of_tokens + 2 * kConsumerThreads);
   // Others may still read what Route has there.
   named_barrier(kConsumersBarrier, kConsumerThreads);
 #pragma unroll 1
@@ -162,21 +269,43 @@ inline void multiply_by_columns(float (&d)[kColumnHalves][kColumnSums],
     // Two places by turns: who writes one has met all that read it before, a step ago.
     float* const published = of_tokens + step % 2 * kConsumerThreads;
     scales.publish(published);
+    u32* const of_warps = misfits + step % 2 * kConsumerWarps;
+    if constexpr (kFoldsScales) {
+      const u32 found = scales.find_largest();
+      if (Machine::lane() == 0) {
+        of_warps[threadIdx.x / 32 - kFirstConsumerWarp] = found;
+      }
+    }
     Scales next = scales;
     next.load(minimum(step + 1, steps - 1));
     shared.stage_full[stage.index].wait(stage.parity);
     named_barrier(kConsumersBarrier, kConsumerThreads);
     const Stage& from = shared.stages[stage.index];
+    // Whether scales are folded is the same for a part's rows in every tile, and so are its bits.
+    u32 unfolded = 0;
+    if constexpr (kFoldsScales) {
+#pragma unroll
+      for (u32 warp = 0; warp < kConsumerWarps; ++warp) {
+        unfolded |= of_warps[warp];
+      }
+    }
 #pragma unroll
     for (u32 box = 0; box < kBoxes; ++box) {
       const u8* const codes =
           from.weights + box * kTileColumns * kSwizzleBytes + row * kCodedRowBytes;
+      if constexpr (kFoldsScales) {
+        if ((unfolded >> box & 1) == 0) {
+          multiply_folded<kHalves, kTokens>(d, sums[0], scales, from, codes, published, turn, box,
+                                            task.padded_rows);
+          continue;
+        }
+      }
 #pragma unroll
       for (u32 nth = 0; nth < Scales::kGroups; ++nth) {
         u32 weights[kOfGroup][4];
 #pragma unroll
         for (u32 k = 0; k < kOfGroup; ++k) {
-          decode_codes(weights[k], codes, nth * kOfGroup + k, turn);
+          decode_codes(weights[k], codes, nth * kOfGroup + k, turn, {});
         }
 #pragma unroll
         for (u32 half = 0; half < kHalves; ++half) {
@@ -269,7 +398,7 @@ inline void exchange_sums(float (&to)[kCodedSums], const float (&d)[kHalves][kCo
   static_assert(kCodedSums == kConsumers * kColumnSums);
   auto* const sums = reinterpret_cast<float*>(shared.route);
   const u32 row = first_weight_row();
-  const u32 pair = Machine::lane() % 4 * 2;
+  const u32 pair = of_part(Machine::lane()) % 4 * 2;
 #pragma unroll
   for (u32 half = 0; half < kHalves; ++half) {
     if (half * kColumnTokens >= rows) {

@@ -429,11 +429,13 @@ def _aligned(size: int) -> Tensor:
     return made[-made.data_ptr() % 128 :][:size]
 
 
-def assert_computes(cfg: MoEConfig, ranks: int, folder: Path, patience: int) -> None:
+def assert_computes(
+    cfg: MoEConfig, ranks: int, folder: Path, patience: int, weights: Weights | None = None
+) -> None:
     """Calls of many and of few tokens, routed by the layer and by the caller, are the reference's;
-    `patience`: of `EmulatedLayer`.
+    `patience`: of `EmulatedLayer`; `weights`: None for drawn ones.
     """
-    weights = draw_weights(cfg)
+    weights = weights or draw_weights(cfg)
     emulated = EmulatedLayer(build(cfg, ranks, 3, folder), weights, ranks, patience=patience)
     for number, tokens in enumerate((200, 3, 70, 0)):
         calls = [

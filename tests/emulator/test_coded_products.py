@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -182,3 +183,19 @@ def test_codes_that_the_caller_brings_are_sent_as_they_are(tmp_path: Path) -> No
         for call, y, same in zip(calls, outputs, emulated(given, number), strict=True):
             assert_matches(weights, call, y, f"call {number}")
             assert torch.equal(y, same)
+
+
+def test_scales_that_lie_far_apart_are_applied_one_by_one(tmp_path: Path) -> None:
+    """Of mxfp4 those of 128 columns are put into the codes, but for where one is too small for it:
+    in some boxes of the first product, and in the second half of one of the second product."""
+    cfg = config(**(SIZES | {"hidden": 256, "intermediate": 320, "weight_format": "mxfp4"}))
+    drawn = draw_weights(cfg)
+    assert drawn.w1_scale is not None
+    assert drawn.w2_scale is not None
+    w1_scale, w2_scale = drawn.w1_scale.clone(), drawn.w2_scale.clone()
+    w1_scale[:, 5::90, 1] = 0  # in some parts alone
+    w1_scale[:, 9, 4:] -= 11
+    w2_scale[:, 200, 2] -= 14
+    w2_scale[:, 7, 5] += 9
+    weights = dataclasses.replace(drawn, w1_scale=w1_scale, w2_scale=w2_scale)
+    assert_computes(cfg, 2, tmp_path, PATIENCE, weights)
