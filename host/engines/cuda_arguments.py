@@ -49,9 +49,11 @@ CELL_BOX_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Heights of boxes of rows that may be of any number."""
 _INTERMEDIATE_BOX_ROWS = tuple(n for n in CELL_BOX_ROWS if n >= _runtime.SEGMENT_ALIGN)
 _MAPS = (
-    *("x", "x_row", "gate", *("cells",) * len(CELL_BOX_ROWS), "w1", "w1_narrow", "w2"),
+    *("x", "x_row", "gate", *("cells",) * len(CELL_BOX_ROWS)),
+    *("w1", "w1_narrow", "w2", "w1_deep", "w2_deep"),
     *("intermediate",) * len(_INTERMEDIATE_BOX_ROWS),
-    *("shared_w1", "shared_w1_narrow", "shared_w2", "shared_gate", "shared_between"),
+    *("shared_w1", "shared_w1_narrow", "shared_w2", "shared_w1_deep", "shared_w2_deep"),
+    *("shared_gate", "shared_between"),
 )
 # heap; control, tables and records; peers, intermediate_rows; HeapPlace; rank, host_failure,
 # deadline_ns
@@ -66,8 +68,8 @@ _CALL = struct.Struct("<6Q7I")
 
 _X_AT = _MAPS.index("x") * MAP_BYTES  # that map and the next
 _GATE_AT = _MAPS.index("gate") * MAP_BYTES
-_WEIGHTS_AT = _MAPS.index("w1") * MAP_BYTES  # three maps
-_SHARED_AT = _MAPS.index("shared_w1") * MAP_BYTES  # four maps
+_WEIGHTS_AT = _MAPS.index("w1") * MAP_BYTES  # five maps
+_SHARED_AT = _MAPS.index("shared_w1") * MAP_BYTES  # six maps
 _LAYER_AT = len(_MAPS) * MAP_BYTES
 _CODE_AT = _LAYER_AT + _LAYER.size
 _PARAMETERS_AT = _CODE_AT + _CODE.size
@@ -336,8 +338,8 @@ class ArgumentPacker:
     def _weight_maps(
         self, prefix: str, w1: Tensor, w2: Tensor, intermediate: int, stored: str | None
     ) -> bytes:
-        """`WeightMaps`: of w1, of w1 in the boxes of narrow tiles, of w2. `stored`: the format of
-        their codes, or None.
+        """`WeightMaps`: of w1, of w1 in the boxes of narrow tiles, of w2, and of both in the boxes
+        of tiles that decode in registers. `stored`: the format of their codes, or None.
         """
         rows = kernel_shape.weight_box_rows(self._cfg)
         wide = self._box(rows, ordered=True)
@@ -356,6 +358,8 @@ class ArgumentPacker:
                 ("w1", w1, depths[0], wide),
                 ("w1", w1, depths[0], narrow),
                 ("w2", w2, depths[1], wide),
+                ("w1", w1, depths[0], narrow._replace(row_bytes=_BOX_BYTES)),
+                ("w2", w2, depths[1], wide._replace(row_bytes=_BOX_BYTES)),
             )
         )
 

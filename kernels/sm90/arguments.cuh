@@ -41,6 +41,8 @@ struct WeightMaps {
   TensorMap w1;         // [MLPs * 2 values, or values, H], box of kWeightBoxRows
   TensorMap w1_narrow;  // the same, box of kNarrowBoxRows
   TensorMap w2;         // [MLPs * H, values], box of kWeightBoxRows
+  TensorMap w1_deep;    // as w1_narrow, and as w2: where weights are decoded in registers, boxes of
+  TensorMap w2_deep;    // kDeepDepth times as many columns
 };
 
 struct ForwardMaps {

@@ -258,7 +258,9 @@ class Loader {
 
 /// A consumer thread's number, or its warpgroup's, for one part. Where tokens are columns the
 /// compiler cannot foresee it: what follows from it would take registers for all parts.
-inline u32 of_part(u32 number) { return kTokensAreColumns ? Machine::opaque(number) : number; }
+inline u32 of_part(u32 number) {
+  return kTokensAreColumns || kWeightsInRegisters ? Machine::opaque(number) : number;
+}
 
 /// Shared memory of an OS block: the actors' own state.
 struct alignas(16) OsShared {

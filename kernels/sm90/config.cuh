@@ -121,6 +121,16 @@ static_assert(!kDecodesShared || (kShares && kShape.shared_weight_format == kFor
 inline constexpr bool kDecodes = kDecodesExperts || kDecodesShared;
 /// Bytes of a row of weights in a stage, as it lands.
 inline constexpr u32 kCodeBytes = kDecodes ? kTileDepth * code_bits(kFormat) / 8 : kSwizzleBytes;
+/// Whether narrow tiles of few rows decode their weights in registers (weights_in_registers.cuh).
+inline constexpr bool kWeightsInRegisters = kDecodesExperts && !is_fp8(kFormat);
+/// Rows of such a tile, at most. Each warp reads them all: of more, shared memory would bound a
+/// step (docs/log/0119-weights-decoded-in-registers.md).
+inline constexpr u32 kWarpTokens = 32;
+/// Their steps are deeper: codes and so few rows leave room in a stage. A row's codes of a step are
+/// in one box: TMA's time goes by rows (docs/log/0122-the-rows-that-tma-brings.md).
+inline constexpr u32 kDeepDepth = 4;
+static_assert(kDeepDepth * kWarpTokens <= kTileRows);
+static_assert(!kWeightsInRegisters || kDeepDepth * kCodeBytes == kSwizzleBytes);
 /// The same of weights that meet rows of codes.
 inline constexpr u32 kCodedRowBytes = kCodedDepth * code_bits(kFormat) / 8;
 static_assert(!kCoded || (kFormat != WeightFormat::plain && kShape.hidden % kTokenGroup == 0 &&

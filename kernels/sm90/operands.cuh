@@ -117,9 +117,13 @@ inline void find_weights(const RankArguments& arguments, const Task& task, u32 p
   // (docs/log/0052-weights-that-pass-through.md).
   box.policy = task.narrow != 0 ? CachePolicy::evict_first : CachePolicy::normal;
   const WeightMaps& maps = is_shared(task) ? arguments.shared : arguments.experts;
-  box.map = !product.activated ? &maps.w2 : task.narrow != 0 ? &maps.w1_narrow : &maps.w1;
+  if (is_deep(task)) {
+    box.map = product.activated ? &maps.w1_deep : &maps.w2_deep;
+  } else {
+    box.map = !product.activated ? &maps.w2 : task.narrow != 0 ? &maps.w1_narrow : &maps.w1;
+  }
   box.row = mlp * weight_rows(product) + first_column_of(task, part) + first + up;
-  box.place = place + first * weight_row_bytes_of(task, part);
+  box.place = place + first * (is_deep(task) ? kSwizzleBytes : weight_row_bytes_of(task, part));
 }
 
 /// The load warp, before its first part.
@@ -154,7 +158,7 @@ inline void load_tile(const RankArguments& arguments, const Layout& layout, cons
                       u32 part, Loader& loader) {
   prefetch_scales(arguments, task, part);
   const bool narrow = task.narrow != 0;
-  const u32 depth = narrow ? kNarrowDepth : 1;
+  const u32 depth = boxes_of(task);
   const u32 columns = weight_rows_of(task);
   const u32 lanes = Machine::kLanes / depth;  // for the boxes of each of them
   const u32 n = Machine::lane() / lanes;
@@ -163,9 +167,12 @@ inline void load_tile(const RankArguments& arguments, const Layout& layout, cons
   Box box;
   box.column = n * box_depth_of(task);
   if (index < weight_boxes) {
-    find_weights(arguments, task, part, index, kWeightsPlace + n * columns * kSwizzleBytes, box);
+    if (n == 0 || !is_deep(task)) {
+      find_weights(arguments, task, part, index, kWeightsPlace + n * columns * kSwizzleBytes, box);
+    }
   } else {
-    find_rows(arguments, layout, task, index - weight_boxes, n * kNarrowRows * kSwizzleBytes, box);
+    const u32 rows = is_deep(task) ? kWarpTokens : kNarrowRows;
+    find_rows(arguments, layout, task, index - weight_boxes, n * rows * kSwizzleBytes, box);
   }
   const u32 weight_rows = weighs_tokens(task, part) ? kSharedGateRows : columns;
   const GatheredRows gathered(arguments, task);

@@ -68,6 +68,22 @@ inline bool is_listed(const Task& task) {
 }
 /// Whether its rows and weights are codes.
 inline bool is_coded(const Task& task) { return kCoded && !is_shared(task); }
+/// Whether its weights are decoded in registers; and whether its steps are deep. Each box of a step
+/// has a lane: single rows may be too many.
+inline bool is_in_warps(const Task& task) {
+  return kWeightsInRegisters && task.narrow != 0 && !is_shared(task) &&
+         task.padded_rows <= kWarpTokens;
+}
+inline bool is_deep(const Task& task) {
+  constexpr bool kDeep = kWeightsInRegisters && !kGeometry.gathers_own_rows();
+  constexpr u32 kRowBoxes = Machine::kLanes / kDeepDepth - kNarrowColumns / kOrderedRows;
+  static_assert(kWarpTokens / Geometry::kSegmentAlign <= kRowBoxes);
+  return kDeep && is_in_warps(task) && (!is_listed(task) || task.rows <= kRowBoxes);
+}
+/// Boxes of a step along the depth.
+inline u32 boxes_of(const Task& task) {
+  return task.narrow == 0 ? 1 : is_deep(task) ? kDeepDepth : kNarrowDepth;
+}
 /// The product of a task.
 inline Product product_of(const Task& task) {
   const bool first = task.kind == kFirstProduct.kind;
@@ -151,8 +167,7 @@ inline u32 steps_of_each(const Task& task) {
   if (task.padded_rows == 0) {
     return 0;
   }
-  const u32 boxes = task.narrow != 0 ? kNarrowDepth : 1;
-  return ceil_div(product_of(task).depth, boxes * box_depth_of(task));
+  return ceil_div(product_of(task).depth, boxes_of(task) * box_depth_of(task));
 }
 inline u32 steps_of(const Task& task) {
   const Product product = product_of(task);

@@ -60,13 +60,13 @@ class StoredRow {
  public:
   StoredRow(const RankArguments& arguments, const Task& task, u32 part) {
     if constexpr (kDecodes) {
-      if constexpr (kDecodesShared) {
+      if constexpr (kDecodesShared || kWeightsInRegisters) {
         scales_ = nullptr;
 #pragma unroll
         for (u32 s = 0; s < kScales; ++s) {
           next_[s] = 0;
         }
-        if (!is_decoded(task, part)) {
+        if (!is_decoded(task, part) || is_in_warps(task)) {
           return;
         }
       }
@@ -157,15 +157,32 @@ class StoredRow {
     }
   }
 
-  /// The row's elements, eight at a time.
+  /// The row's elements.
   void write(u8* box, u32 place, const uint4 (&codes)[kVectors]) const {
+    if constexpr (kFormat == WeightFormat::mxfp4) {
+      u32 all = 0;
+#pragma unroll
+      for (u32 s = 0; s < kScales; ++s) {
+        all |= next_[s];
+      }
+      if (!are_small(all)) {
+        write_elements<false>(box, place, codes);
+        return;
+      }
+    }
+    write_elements<true>(box, place, codes);
+  }
+  /// Eight at a time. `kSmall`: of CodeScale.
+  template <bool kSmall>
+  void write_elements(u8* box, u32 place, const uint4 (&codes)[kVectors]) const {
     auto* row = reinterpret_cast<uint4*>(box + place * kSwizzleBytes);
 #pragma unroll
     for (u32 v = 0; v < kTileDepth / 8; ++v) {
       const u32 scale = next_[v * 8 / kScaleColumns];
       u32 pairs[4];
       if constexpr (code_bits(kFormat) == 4) {
-        decode_four_bits(pairs, word_of(codes[v * 8 / kVectorCodes], v * 8 % kVectorCodes), scale);
+        decode_four_bits<kSmall>(pairs, word_of(codes[v * 8 / kVectorCodes], v * 8 % kVectorCodes),
+                                 scale);
       } else {
         decode_e4m3(pairs, codes[v * 8 / kVectorCodes], v * 8 % kVectorCodes, scale);
       }
@@ -179,9 +196,10 @@ class StoredRow {
     return words[first * code_bits(kFormat) / 32];
   }
 
+  template <bool kSmall>
   void decode_four_bits(u32 (&pairs)[4], u32 codes, u32 stored) const {
-    numbers_of(pairs, codes);
-    const CodeScale scale(stored, of_matrix_);
+    begin_numbers(pairs, codes);
+    const CodeScale<kSmall> scale(stored, of_matrix_);
 #pragma unroll
     for (u32& pair : pairs) {
       pair = scale(pair);

@@ -68,14 +68,17 @@ TensorMap rows_map_of(const u8* base, u64 rows, const Product& product, u32 box_
 /// `stored`: weights are codes, of which kernels decode some; `decoded`: these.
 WeightMaps maps_of(const Product& first, const Product& second, u64 mlps, bool stored, bool decoded,
                    const u8* w1, const u8* w2) {
-  const auto map = [&](const u8* base, const Product& product, u32 box_rows) {
+  const auto map = [&](const u8* base, const Product& product, u32 box_rows, u32 deep = 1) {
     const u64 rows = mlps * weight_rows(product);
     const u64 bytes = u64{product.depth} * code_bits(kFormat) / 8;
-    return stored ? map_of(base, rows, bytes, box_rows, 1, decoded ? kCodeBytes : kCodedRowBytes)
+    return stored ? map_of(base, rows, bytes, box_rows, 1,
+                           decoded ? deep * kCodeBytes : kCodedRowBytes)
                   : map_of(base, rows, product.depth, box_rows);
   };
   const u32 box_rows = MOEOS_PLANTED(weight_boxes_end_beyond_the_matrix) ? 128 : kWeightBoxRows;
-  return {map(w1, first, box_rows), map(w1, first, kNarrowBoxRows), map(w2, second, box_rows)};
+  const u32 deep = kWeightsInRegisters ? kDeepDepth : 1;
+  return {map(w1, first, box_rows), map(w1, first, kNarrowBoxRows), map(w2, second, box_rows),
+          map(w1, first, kNarrowBoxRows, deep), map(w2, second, box_rows, deep)};
 }
 
 RankArguments rank_arguments_of(const RankTensors& t, u8* const* peers, u32 rank, u64 deadline_ns) {

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 from moeos.formats import NAMES
 from tests.emulator.emulated import assert_computes
-from tests.layers import config
+from tests.layers import config, draw_weights
 from tests.nightly import all_but
 
 PATIENCE = 80
@@ -70,3 +71,22 @@ def test_outputs_are_those_of_the_reference(form: str, name: str, tmp_path: Path
         sizes["shared_weight_format"] = form
     cfg = config(**(sizes | changes))
     assert_computes(cfg, ranks, tmp_path, PATIENCE)
+
+
+@pytest.mark.nightly
+def test_scales_of_any_power_of_two_mean_what_they_say(tmp_path: Path) -> None:
+    """One multiplication makes a weight of an e8m0 scale below 2, and two make it of another one:
+    some scales of a row are far below the others, and one of it is 2 or more."""
+    cfg = config(
+        hidden=288, intermediate=160, dtype=torch.bfloat16, max_tokens=200, weight_format="mxfp4"
+    )
+    drawn = draw_weights(cfg)
+    assert drawn.w1_scale is not None
+    assert drawn.w2_scale is not None
+    w1_scale, w2_scale = drawn.w1_scale.clone(), drawn.w2_scale.clone()
+    w1_scale[..., 1] = 0
+    w1_scale[:, ::7, 2] = 129
+    w2_scale[:, ::5, 0] = 128
+    w2_scale[:, 3::64, 4] = 131
+    weights = dataclasses.replace(drawn, w1_scale=w1_scale, w2_scale=w2_scale)
+    assert_computes(cfg, 1, tmp_path, PATIENCE, weights)
