@@ -56,6 +56,7 @@ VALUE_COLUMNS = 128
 DEPTH = 64
 """Columns of a kept row are a multiple: kTileDepth."""
 _LINE_BYTES = 128  # of a cache, of which the rows of a call of gradients are whole ones
+_PARTS_AT_HAND = 2  # of a processor: one is computed, and one claimed
 _CHOICE_BYTES = 8  # of a slot of a token, in a row that is sent
 _FEW_TOKENS = 512  # a layer for at most so many in a call is one for few
 _ROUTE_TOKENS = 64  # of a block, at most
@@ -236,6 +237,7 @@ class KernelShape:
             "dedup_rows": _dedup_rows(cfg, sent),
             "dedup_after": _dedup_after(cfg, self.world_size),
             "up_front_rows": NARROW_ROWS,
+            "second_after": _PARTS_AT_HAND * self.processors,
         }
         rows = dataclasses.replace(self.slicing, everywhere=True).sizes(cfg, self.world_size)
         return cfg, cut, {**rows, **of_gradients(sent, kept)}

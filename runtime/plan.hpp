@@ -4,7 +4,9 @@
 // An expert's rows become tiles by one rule, whoever sends them: full tiles of one source's rows
 // each, the first source's first, then what is left of all sources, side by side. Tiles of an
 // expert follow each other, and so do experts. Parts are numbered behind each other: those of all
-// first products, then those of all second ones, of a large expert by turns.
+// first products, then those of all second ones, of a large expert by turns. Where rows come more
+// slowly than first products use them up, as in a call of gradients of a rank alone, second ones of
+// earlier experts go between later first ones (Geometry::second_after).
 //
 // Plan is that function. Rows says what is known of the counts, and how it is kept: a processor has
 // a few registers of each lane (counted_rows.hpp), the host a table (kernels/rows_in_table.hpp).
@@ -171,9 +173,7 @@ class Plan {
   constexpr ReadyWord part(u32 number, Task& task) const {
     const Geometry& geometry = rows_.geometry();
     const u32 epoch = rows_.epoch();
-    const u32 first_parts = parts_of(0);
-    const bool second = number >= first_parts;
-    const u32 of_product = second ? number - first_parts : number;
+    const auto [second, of_product] = product_at(number);
     const u32 ends = second ? ends_[1] : ends_[0];
     const u32 owner = lane_with<L>(ends, of_product);
     const u32 begin =
@@ -206,6 +206,31 @@ class Plan {
   }
 
  private:
+  /// Which product a part is of, and its number among that product's parts.
+  struct OfProduct {
+    bool second;
+    u32 number;
+  };
+  /// All first parts, then all second ones; or those of a lane's experts as soon as so many first
+  /// parts stand behind their own ones (Geometry::second_after). So each part still stands behind
+  /// all that it awaits.
+  constexpr OfProduct product_at(u32 number) const {
+    const u32 first_parts = parts_of(0);
+    const u32 after = rows_.geometry().second_after;
+    if (Rows::kOneTileEach || after == 0) {
+      const bool second = number >= first_parts;
+      return {second, second ? number - first_parts : number};
+    }
+    // First parts before this lane's second ones; these end behind them and all lanes' before.
+    const u32 before = minimum(ends_[0] + after, first_parts);
+    const u32 passed = L::count(L::ballot(before + ends_[1] <= number));  // lanes, the first ones
+    const u32 its = minimum(passed, L::kLanes - 1);
+    const u32 done = passed == 0 ? 0 : L::broadcast(ends_[1], passed - 1);
+    const u32 first = L::broadcast(before, its);
+    const bool second = passed < L::kLanes && number >= first + done;
+    return {second, number - (second ? first : done)};
+  }
+
   /// Tiles of a large expert whose parts go by turns, the first part of each, then the second: what
   /// is loaded between two parts that share weights is then some other parts, and not a whole
   /// tile's, which the cache does not keep (docs/log/0013-turns.md).

@@ -61,13 +61,16 @@ void plan_parts(const Rank<P>& rank, const Call& call, std::vector<Part>& parts)
   }
 }
 
+Rank<Warp> warp_of(const LoneRank& lone) {
+  return {Warp(lone.rank.platform), lone.rank.layout, lone.rank.memory,     lone.rank.os,
+          lone.rank.heap,           lone.rank.rank,   lone.rank.deadline_ns};
+}
+
 template <template <class> class Rows>
 void a_warp_plans_as_one_lane_does(const LoneRank& lone) {
   std::vector<Part> by_one;
   plan_parts<Machine, Rows<Machine>>(lone.rank, lone.call, by_one);
-  const Rank<Warp> rank{
-      Warp(lone.rank.platform), lone.rank.layout, lone.rank.memory,     lone.rank.os,
-      lone.rank.heap,           lone.rank.rank,   lone.rank.deadline_ns};
+  const Rank<Warp> rank = warp_of(lone);
   std::vector<Part> by_warp;
   Warp::run([&] { plan_parts<Warp, Rows<Warp>>(rank, lone.call, by_warp); });
   expect(by_warp.size() == by_one.size(), "there are as many parts");
@@ -96,14 +99,65 @@ void count(LoneRank& lone, u32 source, u32 expert, u32 rows) {
       count_word(LoneRank::kEpoch, rows);
 }
 
-void of_one_source(Random& random, bool narrow, u32 large_experts) {
-  const u32 experts = 1 + random() % 80;
-  LoneRank lone(geometry_of(1, experts, narrow, large_experts));
-  for (u32 expert = 0; expert < experts; ++expert) {
+void draw_counts(Random& random, LoneRank& lone) {
+  for (u32 expert = 0; expert < lone.geometry.experts; ++expert) {
     const u32 most = random() % 4 == 0 ? 700 : 60;
     count(lone, 0, expert, random() % 3 == 0 ? 0 : random() % most);
   }
+}
+
+void of_one_source(Random& random, bool narrow, u32 large_experts) {
+  LoneRank lone(geometry_of(1, 1 + random() % 80, narrow, large_experts));
+  draw_counts(random, lone);
   a_warp_plans_as_one_lane_does<OneSourceRows>(lone);
+}
+
+/// Second products go between later first ones: those of a lane's experts as soon as `after` first
+/// parts stand behind its own ones, or all. Each product's parts keep their order.
+void second_products_go_between(Random& random, u32 after, u32 large_experts) {
+  Geometry g = geometry_of(1, 1 + random() % 80, false, large_experts);
+  g.second_after = after;
+  LoneRank lone(g);
+  draw_counts(random, lone);
+  std::vector<Part> plain;  // by one lane, whose second parts stand behind all first ones
+  plan_parts<Machine, OneSourceRows<Machine>>(lone.rank, lone.call, plain);
+  std::vector<Part> first[Warp::kLanes];
+  std::vector<Part> second[Warp::kLanes];
+  const u32 each = (g.experts + Warp::kLanes - 1) / Warp::kLanes;
+  for (const Part& part : plain) {
+    auto& of_product = part.task.kind == moeos::kFirstProduct.kind ? first : second;
+    of_product[part.task.local_expert / each].push_back(part);
+  }
+  std::vector<Part> wanted;
+  u32 passed = 0;  // first parts
+  u32 next = 0;    // whose second parts come next
+  u32 end = 0;     // of the first parts up to its own
+  const auto add_second_ones = [&](bool all) {
+    for (; next < Warp::kLanes; ++next) {
+      if (!all && end + first[next].size() + after > passed) {
+        return;
+      }
+      end += first[next].size();
+      wanted.insert(wanted.end(), second[next].begin(), second[next].end());
+    }
+  };
+  for (const auto& of_lane : first) {
+    for (const Part& part : of_lane) {
+      add_second_ones(false);
+      wanted.push_back(part);
+      ++passed;
+    }
+  }
+  add_second_ones(true);
+  const Rank<Warp> rank = warp_of(lone);
+  std::vector<Part> found;
+  Warp::run([&] { plan_parts<Warp, OneSourceRows<Warp>>(rank, lone.call, found); });
+  expect(found.size() == wanted.size(), "there are as many parts");
+  for (u32 number = 0; number < found.size() && failed == 0; ++number) {
+    expect(found[number].word == wanted[number].word, "a part has its place");
+    expect(std::memcmp(&found[number].task, &wanted[number].task, sizeof(Task)) == 0,
+           "and its tile");
+  }
 }
 
 /// Whether calls of such a layer are planned so.
@@ -154,6 +208,7 @@ int main() {
       of_one_source(random, narrow, 1);
       small_batches += of_few_rows(random, narrow) ? 1 : 0;
       of_tokens_in_place(random, narrow);
+      second_products_go_between(random, 1 + random() % 40, i % 2);
     }
     expect(small_batches > 0, "some layers have a small-batch path");
   }
