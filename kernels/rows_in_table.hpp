@@ -18,6 +18,8 @@ struct OneLane {
   static constexpr u32 lane() { return 0; }
   static constexpr u32 broadcast(u32 value, u32 /*lane*/) { return value; }
   static constexpr u32 inclusive_scan(u32 value) { return value; }
+  static constexpr u32 ballot(bool predicate) { return predicate ? 1U : 0U; }
+  static constexpr u32 count(u32 ballot) { return ballot; }
   static constexpr void sync_lanes() {}
 };
 
