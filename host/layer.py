@@ -1192,6 +1192,7 @@ class MoELayer(nn.Module):
     ) -> None:
         taken = dict(state_dict)
         errors: list[str] = others[-1]
+        assigns = others[0].get("assign_to_params_buffers", False)
         refused = state_names.take_other_formats(self.cfg, taken, prefix)
         errors += refused
         if refused:  # and not missing once more
@@ -1212,10 +1213,7 @@ class MoELayer(nn.Module):
             except ValueError as error:
                 errors.append(str(error))
                 mine = own  # neither missing nor of a wrong shape once more
-            if others[0].get("assign_to_params_buffers") and mine is not given:
-                # The parameter becomes this tensor, which must not keep all ranks' experts alive.
-                mine = mine if mine.untyped_storage().nbytes() == mine.nbytes else mine.clone()
-            taken[key] = mine
+            taken[key] = _apart(mine) if assigns and mine is not given else mine
         for name in _EQUAL:
             shared, key = self._tensor_of(name), self._key(prefix, name)
             given = taken.get(key)
@@ -1223,7 +1221,8 @@ class MoELayer(nn.Module):
                 continue
             whole = sharding.for_parameter(key, given, shared)
             cuts = shared is not None and self._slicing.cuts
-            taken[key] = self._cut(name, whole) if cuts else whole
+            mine = self._cut(name, whole) if cuts else whole
+            taken[key] = _apart(mine) if assigns and mine is not whole else mine
             if shared is not None:
                 try:
                     self._require_loadable(key, name, given.dtype)
@@ -1387,6 +1386,13 @@ def _stacked(single: list[torch.Tensor]) -> torch.Tensor:
     if kind not in _SMALL_FLOATS:
         return torch.stack(single)
     return torch.stack([one.view(torch.uint8) for one in single]).view(kind)
+
+
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in memory of its own: one that is to be a parameter must not keep alive what it
+    was cut from, and has to be contiguous.
+    """
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def _fill_uniform(weight: torch.Tensor, generator: torch.Generator) -> None:

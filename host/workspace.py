@@ -36,7 +36,8 @@ class Workspace:
     def __init__(self, world: World) -> None:
         agreement.require_world(world)
         self.world = world
-        self.shared: SharedMemory = _memory_of(world, world.note_workspace(self))
+        self.shared: SharedMemory = _memory_of(world, world.number_workspace())
+        world.note_workspace(self)  # as one that a reset finds, and so with its memory
         world.hold(self, self.shared)
 
     def reset(self) -> None:

@@ -200,6 +200,7 @@ class World:
         self._aside: ControlPlane | None = None
         self._own_workspaces: dict[bool, Workspace] = {}  # of layers in slices, and of others
         self._workspaces: list[weakref.ref[Workspace]] = []
+        self._workspace_count = 0
         self._closed = False
         settle()
         self._home = Home()
@@ -267,10 +268,14 @@ class World:
                 self._own_workspaces[sliced] = Workspace(self)
             return self._own_workspaces[sliced]
 
-    def note_workspace(self, workspace: Workspace) -> int:
+    def number_workspace(self) -> int:
         """The number of a workspace that is being made: 0 for this world's first."""
+        self._workspace_count += 1
+        return self._workspace_count - 1
+
+    def note_workspace(self, workspace: Workspace) -> None:
+        """A workspace that has been made."""
         self._workspaces.append(weakref.ref(workspace))
-        return len(self._workspaces) - 1
 
     def together(self, what: str, do: Callable[[], Value]) -> Value:
         """What `do()` returns or raises, in the gate. Collective, as `do` is; `what` names it where

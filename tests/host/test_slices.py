@@ -326,6 +326,25 @@ def test_state_dicts_have_slices_and_whole_tensors_are_cut() -> None:
         assert_matches(weights, call, y)
 
 
+def test_whole_tensors_that_are_assigned_are_cut_into_memory_of_their_own() -> None:
+    cfg = config(**SIZES, **SHARED)
+    weights = draw_weights(cfg)
+    call = draw_call(cfg, 11, 0)
+    [whole] = virtual.run(lambda world: dict(weights.layer(world).state_dict()), 1)
+
+    def run(world: World) -> Tensor:
+        layer = MoELayer(cfg, world, parallel="tensor")
+        layer.load_state_dict(whole, assign=True)
+        for name in ("w1", "w2", "shared_w1", "shared_w2"):
+            own = layer.get_parameter(name)
+            assert own.is_contiguous()
+            assert own.untyped_storage().nbytes() == own.nbytes, name
+        return layer(call.x)
+
+    for y in virtual.run(run, 2):
+        assert_matches(weights, call, y)
+
+
 def test_slices_that_make_no_whole_are_named_with_the_rank_and_the_remedy() -> None:
     cfg = config(**SIZES, **SHARED)
     weights = draw_weights(cfg)

@@ -53,6 +53,29 @@ def test_48_layers_of_three_shapes_interleaved_for_200_steps_compute_what_each_d
     _interleaved(48, 200, 2)
 
 
+def test_a_reset_amid_the_making_of_a_workspace_has_those_that_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # As that of a signal's handler or of another thread, wherever it comes.
+    made = TwinWorkspace.__init__
+
+    def init(self: TwinWorkspace, world: World, number: int) -> None:
+        if number < 2:
+            world.reset()
+        made(self, world, number)
+
+    monkeypatch.setattr(TwinWorkspace, "__init__", init)
+
+    def run(world: World) -> None:
+        first, second = (moeos.Workspace(world) for _ in range(2))
+        assert (first.shared.number, second.shared.number) == (0, 1)  # type: ignore[attr-defined]
+        layer = MoELayer(SHAPES[0], world, workspace=second)
+        world.reset()
+        assert layer(_rows(SHAPES[0], 0, 0)).isfinite().all()
+
+    virtual.run(run, ranks=1)
+
+
 def test_layers_beside_remote_peers_do_so_too() -> None:
     _interleaved(6, 40, 2, ranks_per_node=1)
 
