@@ -683,7 +683,10 @@ def _one_of(value: str, allowed: Iterable[str]) -> str:
 
 
 def _nearest(word: str, allowed: Iterable[str]) -> str:
-    return difflib.get_close_matches(word, list(allowed), n=1, cutoff=0.0)[0]
+    """The first name that begins with the word, else the one that is spelt most like it."""
+    names = list(allowed)
+    begun = (name for name in names if word and name.startswith(word.lower()))
+    return next(begun, None) or difflib.get_close_matches(word, names, n=1, cutoff=0.0)[0]
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

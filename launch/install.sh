@@ -77,7 +77,7 @@ install_moeos() {
   if [[ ! -e /proc/driver/nvidia/version ]] &&
     ! "$venv/bin/python" -c 'import importlib.metadata as m; m.version("torch")' 2>/dev/null; then
     # Without a GPU: the release that is tested, as a CPU build where pip is set up to find one.
-    printf 'moeos: installing PyTorch into %s\n' "$venv"
+    printf 'moeos: installing PyTorch into %s, which takes minutes\n' "$venv"
     "${pip[@]}" torch==2.13.0
   fi
   printf 'moeos: compiling the twin and installing moeos into %s\n' "$venv"

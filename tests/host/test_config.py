@@ -138,6 +138,7 @@ def test_a_wrong_type_is_a_type_error_that_names_argument_and_value(name: str, v
         ("activation", "geglu_tan", "geglu_tanh"),
         ("scoring", "sqrt_softplus", "sqrtsoftplus"),
         ("swiglu_clamp", "behind", "before"),
+        ("weight_format", "FP8", "fp8_block128"),
     ],
 )
 def test_an_unknown_name_is_answered_with_the_nearest_valid_one(
