@@ -192,7 +192,9 @@ void check_fits(const Geometry& geometry) {
   }
   limit(geometry.chunks(), ReadyWord::kTasks, "the number of a peer's chunks");
   if (geometry.sliced()) {
-    require(geometry.remote == 0, "no rank that holds a slice of an expert has remote peers");
+    require(geometry.remote == 0,
+            "a rank that holds a slice of an expert has remote peers, and may have none: leave "
+            "ranks_per_node out where all ranks are on one node, else take parallel='expert'");
     limit(geometry.ranks(), SumGroup::kOwnersMost, "the world's size", "it");
     limit(geometry.sum_groups_most(), SumGroup::kGroupsMost, "the number of groups of tokens",
           "max_tokens");

@@ -472,3 +472,11 @@ def test_a_config_that_is_cut_is_that_of_a_slice() -> None:
     cfg = MoEConfig(hidden=64, intermediate=96, experts=4, top_k=2, max_tokens=8)
     assert Slicing(3).cut(cfg).intermediate == 32
     assert Slicing().cut(cfg) is cfg
+
+
+def test_slices_with_remote_peers_are_refused_with_what_works() -> None:
+    def make(world: World) -> None:
+        MoELayer(config(**SIZES), world, parallel="tensor")
+
+    with pytest.raises(ValueError, match="may have none: leave ranks_per_node out.*'expert'"):
+        virtual.run(make, 2, ranks_per_node=1)
