@@ -64,7 +64,7 @@ def is_right(weights: Weights, calls: list[Call], outputs: list[torch.Tensor]) -
 
 
 @pytest.mark.parametrize(
-    ("ranks", "tokens"), all_but([(2, 16)], [(1, 4), (2, 16), (1, 100), (2, 4)])
+    ("ranks", "tokens"), all_but([(2, 4)], [(1, 4), (2, 16), (1, 100), (2, 4)])
 )
 def test_when_all_epochs_are_spent_every_rank_says_so_before_anything_is_wrong(
     ranks: int, tokens: int, weights: Weights, library: Library
@@ -85,7 +85,7 @@ def test_when_all_epochs_are_spent_every_rank_says_so_before_anything_is_wrong(
 
 
 APART = [0, 1_000, 20_000, 100_000, 120_000, 130_000, 150_000]
-IN_EVERY_RUN = [(2, 20_000), (2, 130_000)]
+IN_EVERY_RUN = [(2, 130_000)]
 
 
 @pytest.mark.parametrize(

@@ -276,15 +276,14 @@ def tokens_sent_once() -> Iterator[None]:
 
 IN_EVERY_RUN = (
     "large experts, full tiles of two sources",
-    "a large expert's tiles by turns",
     "two ranks, odd sizes, biases",
     "second GEMMs in halves",
     "eight ranks, capacity",
     "cells as rings, places in turn",
     "an fp32 router of float16 tokens, in slices",
-    "groups",
 )
-"""One of each way to plan, of each type, of each router, and of one, two and eight ranks."""
+"""Plans by arrival and up front, each type, each router, and one, two and eight ranks. Groups are
+in every run in test_banks.py."""
 
 
 class Libraries:
@@ -422,7 +421,7 @@ def test_ids_that_are_no_experts_are_unused_slots_where_the_call_says_so(
 def test_counters_are_those_of_the_routing_and_in_the_order_of_time(
     libraries: Libraries,
 ) -> None:
-    layer, emulated = emulate("groups", libraries)
+    layer, emulated = emulate("two ranks, odd sizes, biases", libraries)
     tokens = [100, 37]
     emulated([draw_call(layer.cfg, n, rank) for rank, n in enumerate(tokens)], 3)
     found = [emulated.stats(rank, layer.processors) for rank in range(layer.ranks)]
@@ -562,7 +561,6 @@ FOUND_IN_EVERY_RUN = (
     "boxes_share_a_place",
     "segments_results_lie_apart",
     "halves_load_whole_weights",
-    "segments_share_a_place",
     "awaited_rows_lie_elsewhere",
     "first_chunks_have_no_courier",
     "lanes_decide_alone",

@@ -111,16 +111,11 @@ TOKEN_MAJOR: dict[str, tuple[dict[str, Any], int]] = {
 
 
 ORDERED = "token_major"
-ORDERED_IN_EVERY_RUN = ("a rank alone", (ORDERED,))
-"""As above: the night compiles the kernel of other rows, too, for its bits."""
 
 
 @pytest.mark.parametrize(
     ("name", "layouts"),
-    all_but(
-        [ORDERED_IN_EVERY_RUN],
-        [ORDERED_IN_EVERY_RUN, *((name, (ORDERED, GATHERED)) for name in TOKEN_MAJOR)],
-    ),
+    all_but((), ((name, (ORDERED, GATHERED)) for name in TOKEN_MAJOR)),
 )
 def test_rows_between_the_products_lie_in_the_order_of_tokens(
     name: str, layouts: tuple[str, ...], tmp_path: Path

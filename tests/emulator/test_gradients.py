@@ -200,8 +200,8 @@ def check(emulated: EmulatedGradients, calls: Sequence[Call], seed: int) -> None
     assert_match(weights, calls, found, wanted, placement=emulated._placement)
 
 
-IN_EVERY_RUN = ("float16, biases, a limit, parts that are not whole", "weights on inputs")
-"""Each type, of one rank and of two. Those of `SAVED` have gradients in every run, too."""
+IN_EVERY_RUN = REMOTE
+"""Those of `SAVED` have gradients in every run, too, of ranks that reach each other directly."""
 
 
 @pytest.mark.parametrize("name", all_but(IN_EVERY_RUN, LAYERS))
@@ -226,7 +226,7 @@ def rows_sent(cfg: MoEConfig, call: Call, experts: Sequence[int]) -> int:
 SAVED = ("a capacity, experts anywhere, zero experts, gelu, biases",)
 """It has the capacity map, in which rows of a cell are not those in the order of sending. There
 tokens also have zero experts, and pairs that are dropped, of which these must be told apart.
-`test_slice_gradients.py` has a gated activation without biases in every run."""
+`IN_EVERY_RUN` has a gated activation."""
 
 
 @pytest.mark.parametrize("name", all_but(SAVED, LAYERS))

@@ -56,7 +56,7 @@ RULES: dict[str, dict[str, Any]] = {
         "expert_scale": True,
     },
 }
-IN_EVERY_RUN = ("sqrtsoftplus, bias, scales", "ids weighed, not renormalised")
+IN_EVERY_RUN = ("sqrtsoftplus, bias, scales",)
 
 
 def _config(rules: dict[str, Any]) -> MoEConfig:

@@ -38,7 +38,7 @@ LAYERS: dict[str, tuple[dict[str, Any], Slicing, int]] = {
 }
 """Of a config, what is not usual; and how many groups of ranks share out the experts."""
 IN_EVERY_RUN = ("shared experts",)
-"""tests/emulator/test_sharded_tokens.py has two groups in every run."""
+"""tests/emulator/test_slice_gradients.py has slices of which each has some tokens in every run."""
 
 
 @pytest.mark.parametrize("name", all_but(IN_EVERY_RUN, LAYERS))

@@ -18,6 +18,7 @@ from moeos import MoEConfig, MoELayer, World, reference, virtual
 from moeos.checkpoints import load_block
 from moeos.checkpoints.families import FAMILIES
 from tests.layers import NEAR_TIE, TOLERANCE
+from tests.nightly import in_turn
 from tests.processes import ROOT
 from tests.tiny_models import TINY, TinyBlock, make, tiny
 
@@ -71,15 +72,18 @@ def test_files_and_modules_give_the_same_block(name: str, tmp_path: Path) -> Non
         assert torch.equal(actual[key], tensor), key
 
 
-@models
-@pytest.mark.parametrize(
-    ("of_files", "ranks"),
-    [(False, 1), (False, 2), (True, 4)],
-    ids=["modules, alone", "modules, two ranks", "files, four ranks"],
-)
+WAYS = {
+    "modules, alone": (False, 1),
+    "modules, two ranks": (False, 2),
+    "files, four ranks": (True, 4),
+}
+
+
+@pytest.mark.parametrize(("name", "way"), in_turn(TINY, WAYS))
 def test_a_layer_of_each_family_computes_what_transformers_module_computes(
-    name: str, of_files: bool, ranks: int, tmp_path: Path
+    name: str, way: str, tmp_path: Path
 ) -> None:
+    of_files, ranks = WAYS[way]
     block = tiny(name)
     tensors, prefix = block.files(tmp_path) if of_files else (block.state_dict, block.prefix)
     cfg = MoEConfig.from_hf(block.hf_config, block.row.layer, dtype=torch.float32)

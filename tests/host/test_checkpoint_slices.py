@@ -29,6 +29,7 @@ from tests.host.test_checkpoint_formats import (
     stacked,
 )
 from tests.layers import TOLERANCE
+from tests.nightly import covering, in_turn
 from tests.tiny_models import TINY, TinyBlock, tiny
 
 read = bytes_read
@@ -123,8 +124,7 @@ def tiny_of(name: str, ranks: int, **options: Any) -> TinyBlock:
     return tiny(name, **options, **({"intermediate_size": 96} if square and ranks == 3 else {}))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(("name", "ranks"), in_turn(TINY, [2, 3]))
 def test_slices_of_every_family_are_those_of_whole_experts(
     name: str, ranks: int, tmp_path: Path
 ) -> None:
@@ -157,9 +157,14 @@ def test_groups_of_ranks_read_slices_of_their_own_experts(tmp_path: Path) -> Non
             assert_same(mine, sliced(cfg, whole, number, 2))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("parallel", ["tensor", "sharded_tokens"])
-@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss", "llama4", "nemotron_h"])
+@pytest.mark.parametrize(
+    ("name", "parallel", "ranks"),
+    covering(
+        ["mixtral", "deepseek_v3", "gpt_oss", "llama4", "nemotron_h"],
+        ["tensor", "sharded_tokens"],
+        [2, 3],
+    ),
+)
 def test_a_layer_in_slices_computes_what_transformers_module_computes(
     name: str, parallel: Parallel, ranks: int, tmp_path: Path
 ) -> None:

@@ -26,7 +26,7 @@ from moeos import MoELayer, World, custom_op, virtual
 from moeos.engines.base import CallTensors
 from moeos.engines.twin import TwinEngine
 from tests.layers import Call, assert_matches, config, draw_call, draw_given_call, draw_weights
-from tests.nightly import all_but
+from tests.nightly import all_but, in_turn
 
 CFG = config(max_tokens=64, bias=True, selection_bias=True)
 WEIGHTS = draw_weights(CFG)
@@ -98,8 +98,7 @@ def test_layers_amid_other_modules_become_one_graph(backend: str) -> None:
     virtual.run(rank_main, ranks=2)
 
 
-@backends
-@pytest.mark.parametrize("trains", [False, True], ids=["inference", "beside a gradient"])
+@pytest.mark.parametrize(("backend", "trains"), in_turn(["eager", "aot_eager"], [False, True]))
 def test_every_call_is_made_though_its_output_is_unused_or_that_of_another(
     backend: str, trains: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

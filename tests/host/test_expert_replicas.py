@@ -21,6 +21,7 @@ import moeos
 from moeos import MoELayer, Placement, World
 from moeos.training import get_updated_expert_bias, reduce_expert_grads_, replicas
 from tests.layers import config
+from tests.nightly import in_turn
 from tests.process_group import ranks_of_torch
 
 CFG = config(max_tokens=16, experts=4)
@@ -214,8 +215,10 @@ def test_what_a_handler_raises_amid_the_comparison_is_told_and_a_later_call_is_r
     assert "rank 0 gave up: LookupError in reduce_expert_grads_" in second
 
 
-@pytest.mark.parametrize("others_begin", ["the first call", "a later call"])
-@pytest.mark.parametrize("leaves", ["before the call", "early in it"])
+@pytest.mark.parametrize(
+    ("leaves", "others_begin"),
+    in_turn(["before the call", "early in it"], ["the first call", "a later call"]),
+)
 def test_ranks_of_which_one_missed_a_call_meet_again(
     leaves: str, others_begin: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

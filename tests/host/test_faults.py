@@ -30,7 +30,7 @@ from moeos.faults import (
     StartDelay,
 )
 from tests.layers import Call, assert_matches, config, draw_call, draw_given_call, draw_weights
-from tests.nightly import all_but, at_night
+from tests.nightly import all_but, at_night, in_turn
 from tests.processes import (
     ForkedRanks,
     forked,
@@ -255,9 +255,12 @@ def test_a_rank_without_tokens_that_stands_still_is_named(way: Way) -> None:
         assert_named(message)
 
 
-@pytest.mark.parametrize("way", [WAYS["one-thread"], WAYS["mixed"]], ids=["direct", "mixed"])
-@pytest.mark.parametrize("stage", ["start", "dispatch", "product1"])
-def test_a_delay_beyond_the_deadline_is_named_and_a_reset_forgets_it(stage: str, way: Way) -> None:
+@pytest.mark.parametrize(
+    ("stage", "name"), in_turn(["start", "dispatch", "product1"], ["one-thread", "mixed"])
+)
+def test_a_delay_beyond_the_deadline_is_named_and_a_reset_forgets_it(stage: str, name: str) -> None:
+    way = WAYS[name]
+
     def rank_main(world: World) -> str:
         layer = WEIGHTS.layer(world)
         message = last_call(world, layer)
@@ -429,12 +432,17 @@ def test_a_rank_that_starts_late_holds_up_the_others_and_is_named_beyond_the_dea
 
 
 @pytest.mark.parametrize(
-    ("stage", "way"),
-    [(stage, WAYS["one-thread"]) for stage in ("start", "product0", "combine")]
-    + [("dispatch", WAYS["remote"])],
-    ids=["start", "product0", "combine", "dispatch-remote"],
+    ("stage", "name"),
+    all_but(
+        [("combine", "one-thread"), ("dispatch", "remote")],
+        [
+            *((stage, "one-thread") for stage in ("start", "product0", "combine")),
+            ("dispatch", "remote"),
+        ],
+    ),
 )
-def test_a_process_that_is_killed_at_a_stage_is_named_by_the_others(stage: str, way: Way) -> None:
+def test_a_process_that_is_killed_at_a_stage_is_named_by_the_others(stage: str, name: str) -> None:
+    way = WAYS[name]
     port = free_port()
 
     def live(rank: int) -> str:

@@ -186,8 +186,16 @@ def test_calls_in_flight_of_graphs_of_their_own(backend: str, calls: Calls) -> N
     virtual.run(rank_main, ranks=2, deadline=120.0)
 
 
-@quick_backends
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    all_but(
+        [("aot_eager", torch.float64), ("eager", torch.bfloat16)],
+        itertools.product(
+            ["eager", "aot_eager", "inductor"], [torch.float32, torch.float64, torch.bfloat16]
+        ),
+    ),
+    ids=str,
+)
 def test_weights_of_the_caller(backend: str, dtype: torch.dtype) -> None:
     given = draw_given_call(CFG, 20, 0)
     assert given.weights is not None
@@ -226,8 +234,14 @@ def test_what_differs_in_a_call_needs_no_graph_of_its_own() -> None:
     assert virtual.run(rank_main, ranks=1) == [1]
 
 
-@quick_backends
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    all_but(
+        [("aot_eager", torch.float32), ("eager", torch.bfloat16)],
+        itertools.product(["eager", "aot_eager", "inductor"], [torch.float32, torch.bfloat16]),
+    ),
+    ids=str,
+)
 def test_a_graph_adds_to_main_grads(backend: str, dtype: torch.dtype) -> None:
     """Of calls under way, too, whose backwards come in any order; sums are not rounded on the way,
     as they are not outside of a graph."""

@@ -50,6 +50,7 @@ from tests.layers import (
     draw_given_call,
     draw_weights,
 )
+from tests.nightly import in_turn
 
 pytestmark = pytest.mark.usefixtures("poisoned_output")
 
@@ -82,8 +83,9 @@ def check(
 # --- What a layer computes ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("activation", get_args(Activation))
+@pytest.mark.parametrize(
+    ("activation", "dtype"), in_turn(get_args(Activation), [torch.float32, torch.bfloat16]), ids=str
+)
 def test_activations(activation: str, dtype: torch.dtype) -> None:
     check(config(activation=activation, bias=True, dtype=dtype), given=True)
 

@@ -23,6 +23,7 @@ from moeos import process_groups
 from moeos.control import StoreControl
 from moeos.errors import ConfigMismatch, PeerTimeout
 from tests.host.test_heap import at
+from tests.nightly import all_but
 from tests.processes import ForkedRanks, free_port, shared_memory
 
 Store = Any
@@ -483,7 +484,12 @@ def end_by(how: str, world: moeos.World) -> None:
     os._exit(3)
 
 
-@pytest.mark.parametrize("how", ["exception", "SIGINT", "SIGTERM", "SIGKILL", "exit"])
+@pytest.mark.parametrize(
+    "how",
+    all_but(
+        ["exception", "SIGTERM", "SIGKILL"], ["exception", "SIGINT", "SIGTERM", "SIGKILL", "exit"]
+    ),
+)
 def test_however_a_rank_of_one_world_ends_the_other_goes_on_and_nothing_is_left(how: str) -> None:
     before = shared_memory()
     pids: list[int] = []

@@ -28,12 +28,6 @@ from tests.host.ordered_loads import SCOPES, in_machine_code, in_ptx
 from tests.host.relocations import relocations
 from tests.processes import ROOT, ForkedRanks
 
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
 LARGEST = KernelShape(
     cfg=dataclasses.replace(
         MoEConfig.from_toml(ROOT / "configs" / "qwen3-next-80b-a3b.toml"),
@@ -49,9 +43,27 @@ the shared expert that its model has, one of eight ranks.
 """
 
 
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(shape(), id="small"),
+        pytest.param(LARGEST, id="largest", marks=pytest.mark.nightly),
+    ],
+)
+def compiled_shape(request: pytest.FixtureRequest) -> KernelShape:
+    found: KernelShape = request.param
+    return found
+
+
 @pytest.fixture(scope="module")
-def compilation(cache: Path) -> tuple[Kernel, str]:
-    """The largest kernel, compiled into `cache`, and its PTX: it takes a while, so once."""
+def cache(compiled_shape: KernelShape, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of this kernel alone."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def compilation(compiled_shape: KernelShape, cache: Path) -> tuple[Kernel, str]:
+    """A kernel, compiled into `cache`, and its PTX: it takes a while, so once."""
     pytest.importorskip("cuda.bindings.nvrtc", reason="install the test extra for NVRTC")
     texts: list[str] = []
 
@@ -63,7 +75,7 @@ def compilation(cache: Path) -> tuple[Kernel, str]:
     compile_it = jit._compile
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jit, "_compile", compile_and_note)
-        kernel = compile_kernel(LARGEST, cache)
+        kernel = compile_kernel(compiled_shape, cache)
     return kernel, texts[0]
 
 
@@ -309,21 +321,25 @@ def test_the_host_packs_as_many_bytes_as_the_kernel_takes(compiled: Kernel) -> N
 
 
 def test_the_second_time_the_kernel_comes_from_the_cache(
-    compiled: Kernel, cache: Path, monkeypatch: pytest.MonkeyPatch
+    compiled: Kernel, compiled_shape: KernelShape, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moeos.jit._compile", refuse)
-    assert compile_kernel(LARGEST, cache) == dataclasses.replace(compiled, cached=True)
+    assert compile_kernel(compiled_shape, cache) == dataclasses.replace(compiled, cached=True)
 
 
 def test_a_kernel_in_a_damaged_file_is_compiled_again(
-    compiled: Kernel, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    compiled: Kernel,
+    compiled_shape: KernelShape,
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     copy = shutil.copytree(cache, tmp_path / "copy")
     [path] = copy.glob("*.kernel")
     path.write_bytes(path.read_bytes()[:-7])
     monkeypatch.setattr("moeos.jit._compile", refuse)
     with pytest.raises(AssertionError, match="must not be compiled"):
-        compile_kernel(LARGEST, copy)
+        compile_kernel(compiled_shape, copy)
 
 
 def test_ranks_that_start_together_compile_once(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, get_args
 
@@ -23,7 +24,7 @@ from tests.layers import (
     draw_given_call,
     draw_weights,
 )
-from tests.nightly import covering
+from tests.nightly import covering, in_turn, spread
 
 pytestmark = pytest.mark.usefixtures("poisoned_output")
 
@@ -66,19 +67,21 @@ def check(
     stats_of_calls(draw_weights(cfg, seed), calls, twin, ranks_per_node)
 
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+TYPES = [torch.float32, torch.bfloat16]
 
 
-@DTYPES
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("activation", get_args(Activation))
+@pytest.mark.parametrize(
+    ("activation", "bias", "dtype"), covering(get_args(Activation), [False, True], TYPES), ids=str
+)
 def test_activations(activation: str, bias: bool, dtype: torch.dtype) -> None:
     check(config(activation=activation, bias=bias, dtype=dtype))
 
 
-@DTYPES
-@pytest.mark.parametrize("clamp", ["before", "after"])
-@pytest.mark.parametrize("activation", ["swiglu", "swigluoai", "geglu_tanh"])
+@pytest.mark.parametrize(
+    ("activation", "clamp", "dtype"),
+    covering(["swiglu", "swigluoai", "geglu_tanh"], ["before", "after"], TYPES),
+    ids=str,
+)
 def test_a_limit_clamps_gate_and_up(activation: str, clamp: str, dtype: torch.dtype) -> None:
     check(
         config(
@@ -96,11 +99,18 @@ def test_swiglu_alpha_is_the_slope_of_the_gate() -> None:
     check(config(activation="swigluoai", swiglu_alpha=0.8, swiglu_limit=0.5))
 
 
-@DTYPES
-@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
-@pytest.mark.parametrize("renormalize", [True, False], ids=["renormalized", "plain"])
-@pytest.mark.parametrize("routed_scaling", [1.0, 2.5])
-@pytest.mark.parametrize("selection_bias", [False, True], ids=["", "biased"])
+@pytest.mark.parametrize(
+    ("scoring", "renormalize", "routed_scaling", "selection_bias", "dtype"),
+    spread(
+        5,
+        [
+            *itertools.product(
+                ["softmax", "sigmoid"], [True, False], [1.0, 2.5], [False, True], TYPES
+            )
+        ],
+    ),
+    ids=str,
+)
 def test_routing_rules(
     scoring: str, renormalize: bool, routed_scaling: float, selection_bias: bool, dtype: torch.dtype
 ) -> None:
@@ -121,7 +131,10 @@ GROUPS = [(16, 4, 4, 2), (16, 4, 8, 3), (16, 2, 16, 2), (32, 8, 8, 4), (12, 5, 2
 
 @pytest.mark.parametrize(
     ("groups", "scoring", "selection_bias", "group_score"),
-    covering(GROUPS, ["softmax", "sigmoid"], [False, True], get_args(GroupScore)),
+    spread(
+        5, [*itertools.product(GROUPS, ["softmax", "sigmoid"], [False, True], get_args(GroupScore))]
+    ),
+    ids=str,
 )
 def test_group_limited_routing(
     groups: tuple[int, int, int, int],
@@ -150,10 +163,11 @@ def test_numbers_of_experts_that_fill_no_register(experts: int, top_k: int) -> N
     check(config(experts=experts, top_k=top_k))
 
 
-@DTYPES
-@pytest.mark.parametrize("row_map", ["ragged", "capacity"])
-@pytest.mark.parametrize("ranks_per_node", [None, 1, 2], ids=["direct", "remote", "mixed"])
-@pytest.mark.parametrize("split_os", [False, True], ids=["one-thread", "split-os"])
+@pytest.mark.parametrize(
+    ("ranks_per_node", "row_map", "split_os", "dtype"),
+    covering([None, 1, 2], ["ragged", "capacity"], [False, True], TYPES),
+    ids=str,
+)
 def test_ways_to_run_it(
     dtype: torch.dtype, row_map: str, ranks_per_node: int | None, split_os: bool
 ) -> None:
@@ -163,20 +177,27 @@ def test_ways_to_run_it(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "ranks_per_node"),
-    [(torch.float32, None), (torch.bfloat16, 1)],
-    ids=["float32, direct", "bfloat16, remote"],
+    ("capacity_factor", "row_map", "way", "given"),
+    spread(
+        5,
+        [
+            *itertools.product(
+                [0.01, 0.5, 1.1, 8.0],
+                ["ragged", "capacity"],
+                [(torch.float32, None), (torch.bfloat16, 1)],
+                [False, True],
+            )
+        ],
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("row_map", ["ragged", "capacity"])
-@pytest.mark.parametrize("capacity_factor", [0.01, 0.5, 1.1, 8.0])
-@pytest.mark.parametrize("given", [False, True], ids=["routed", "given"])
 def test_capacity_drops_the_pairs_that_the_reference_drops(
     capacity_factor: float,
     row_map: str,
-    dtype: torch.dtype,
-    ranks_per_node: int | None,
+    way: tuple[torch.dtype, int | None],
     given: bool,
 ) -> None:
+    dtype, ranks_per_node = way
     cfg = config(capacity_factor=capacity_factor, row_map=row_map, dtype=dtype)
     preference = PREFERENCES["zipf"](cfg.experts, 4)
     weights = draw_weights(cfg, 3, preference)
@@ -267,10 +288,12 @@ def test_large_hidden_size_keeps_the_accumulated_error_small(dtype: torch.dtype)
 
 
 @pytest.mark.parametrize(
-    ("hidden", "intermediate"), [(8, 8), (8, 264), (264, 8), (520, 136), (248, 120), (256, 128)]
+    ("sizes", "activation"),
+    in_turn([(8, 8), (8, 264), (264, 8), (520, 136), (248, 120), (256, 128)], ["swiglu", "relu"]),
+    ids=str,
 )
-@pytest.mark.parametrize("activation", ["swiglu", "relu"])
-def test_sizes_around_those_of_a_part(hidden: int, intermediate: int, activation: str) -> None:
+def test_sizes_around_those_of_a_part(sizes: tuple[int, int], activation: str) -> None:
+    hidden, intermediate = sizes
     cfg = config(hidden=hidden, intermediate=intermediate, activation=activation, bias=True)
     check(cfg, given=True)
 

@@ -18,7 +18,7 @@ from tests.layers import (
     draw_given_call,
     draw_weights,
 )
-from tests.nightly import all_but, covering, spread
+from tests.nightly import all_but, in_turn, spread
 
 pytestmark = pytest.mark.usefixtures("poisoned_output")
 
@@ -113,7 +113,7 @@ def test_repeated_runs_give_the_same_bits(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks_per_node", "split_os"), covering(CASES, [None, 1, 2], [False, True])
+    ("name", "ranks_per_node", "split_os"), in_turn(CASES, [None, 1, 2], [False, True])
 )
 def test_any_number_of_processors_gives_the_same_bits(
     name: str, split_os: bool, ranks_per_node: int | None

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import re
@@ -27,6 +28,7 @@ from tests.layers import (
     draw_given_call,
     draw_weights,
 )
+from tests.nightly import all_but, in_turn
 from tests.processes import (
     IMPORTED,
     ROOT,
@@ -62,9 +64,9 @@ def failed_call(call: Callable[[], object]) -> tuple[str, float]:
     return str(raised.value), time.monotonic() - begin
 
 
-@ways
-@pytest.mark.parametrize("absent", [0, 2])
-def test_a_rank_that_never_calls_is_named_at_the_deadline(absent: int, way: Way) -> None:
+@pytest.mark.parametrize(("name", "absent"), in_turn(WAYS, [0, 2]))
+def test_a_rank_that_never_calls_is_named_at_the_deadline(name: str, absent: int) -> None:
+    way = WAYS[name]
     all_failed = threading.Barrier(4)
 
     def rank_main(world: World) -> tuple[str, float]:
@@ -102,9 +104,10 @@ def test_a_rank_that_calls_after_the_others_gave_up_is_told_why() -> None:
     assert all("for rank 3" in message for message in messages)
 
 
-@ways
-def test_many_calls_after_a_timeout_and_a_reset_are_right(way: Way) -> None:
+@pytest.mark.parametrize("name", all_but(["one-thread", "mixed"], WAYS))
+def test_many_calls_after_a_timeout_and_a_reset_are_right(name: str) -> None:
     """Routed and given in turn, so that they begin with another kind than the one that failed."""
+    way = WAYS[name]
     given = [draw_given_call(CFG, 64 - rank, rank) for rank in range(4)]
     calls = [(given[rank], CALLS[rank]) * 15 for rank in range(4)]
 
@@ -218,15 +221,13 @@ def test_processes_compute_what_virtual_ranks_compute(way: Way) -> None:
     assert shared_memory() == before
 
 
-@pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize(
-    "number",
-    [
-        pytest.param(signal.SIGKILL, id="killed"),
-        pytest.param(signal.SIGSTOP, id="stopped"),
-        pytest.param(signal.SIGTERM, id="terminated", marks=pytest.mark.nightly),
-        pytest.param(signal.SIGHUP, id="hung-up", marks=pytest.mark.nightly),
-    ],
+    ("number", "victim"),
+    all_but(
+        [(signal.SIGKILL, 0), (signal.SIGSTOP, 2)],
+        itertools.product([signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM, signal.SIGHUP], [0, 2]),
+    ),
+    ids=str,
 )
 def test_a_process_that_ends_amid_the_calls_is_named_by_the_others(
     victim: int, number: signal.Signals

@@ -15,6 +15,7 @@ from moeos import MoELayer, World, reference, virtual
 from tests.host import test_checkpoint as experts_one_by_one
 from tests.huggingface import FAMILIES, Block
 from tests.layers import NEAR_TIE, TOLERANCE
+from tests.nightly import in_turn
 
 pytestmark = pytest.mark.usefixtures("poisoned_output")
 
@@ -34,14 +35,7 @@ SIZES: dict[str, list[dict[str, Any]]] = {
     ],
 }
 
-families = pytest.mark.parametrize(
-    ("family", "sizes"),
-    [
-        pytest.param(FAMILIES[name], sizes, id=f"{name}-{number}")
-        for name, all_sizes in SIZES.items()
-        for number, sizes in enumerate(all_sizes)
-    ],
-)
+BLOCKS = [(name, number) for name, sizes in SIZES.items() for number in range(len(sizes))]
 
 
 def test_every_family_is_tested() -> None:
@@ -63,13 +57,14 @@ def assert_is_block(block: Block, x: torch.Tensor, y: torch.Tensor) -> None:
     assert error <= TOLERANCE[cfg.dtype], f"relative error {error:.2e}"
 
 
-@families
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_from_hf_is_the_block(
-    family: Callable[..., Block], sizes: dict[str, Any], dtype: torch.dtype, ranks: int
-) -> None:
-    block = family(**sizes, dtype=dtype)
+@pytest.mark.parametrize(
+    ("which", "dtype", "ranks"),
+    in_turn(BLOCKS, [torch.float32, torch.bfloat16], [1, 2, 4]),
+    ids=str,
+)
+def test_from_hf_is_the_block(which: tuple[str, int], dtype: torch.dtype, ranks: int) -> None:
+    name, number = which
+    block = FAMILIES[name](**SIZES[name][number], dtype=dtype)
     x = inputs(block, ranks)
 
     def rank_main(world: World) -> torch.Tensor:

@@ -27,6 +27,7 @@ from tests.layers import (
     draw_given_call,
     draw_weights,
 )
+from tests.nightly import in_turn
 
 RANKS = 4
 CHUNK_ROWS, TILE_ROWS, ROUTE_TOKENS, SEGMENT_ALIGN = 32, 128, 32, 8
@@ -146,7 +147,7 @@ def run(
     ]
 
 
-@pytest.fixture(scope="module", params=[*WAYS])
+@pytest.fixture(scope="module")
 def way(request: pytest.FixtureRequest) -> Way:
     return WAYS[request.param]
 
@@ -163,7 +164,7 @@ CONFIGS = {
 }
 
 
-@pytest.fixture(scope="module", params=[*CONFIGS])
+@pytest.fixture(scope="module")
 def traffic(request: pytest.FixtureRequest, way: Way) -> list[tuple[Traffic, list[Stats]]]:
     """Calls of all kinds and sizes: routed and given, equal, unequal and empty."""
     cfg = CONFIGS[request.param]
@@ -183,9 +184,13 @@ def traffic(request: pytest.FixtureRequest, way: Way) -> list[tuple[Traffic, lis
     return run(weights, calls, way)
 
 
+in_ways = pytest.mark.parametrize(
+    ("way", "traffic"), in_turn(WAYS, CONFIGS), indirect=True, scope="module"
+)
 Results = list[tuple[Traffic, list[Stats]]]
 
 
+@in_ways
 def test_pairs_are_those_of_the_routing(traffic: Results) -> None:
     for asked, stats in traffic:
         for rank, own in enumerate(stats):
@@ -196,6 +201,7 @@ def test_pairs_are_those_of_the_routing(traffic: Results) -> None:
             assert own["expert_pairs"] == [sum(pairs) for pairs in experts]
 
 
+@in_ways
 def test_row_bytes_are_rows_and_results_without_padding(traffic: Results) -> None:
     for asked, stats in traffic:
         for rank, own in enumerate(stats):
@@ -203,6 +209,7 @@ def test_row_bytes_are_rows_and_results_without_padding(traffic: Results) -> Non
             assert own["rows_sent"] == [asked.rows(rank, peer) for peer in range(RANKS)]
 
 
+@in_ways
 def test_a_token_goes_once_to_a_rank_that_gets_many_rows(traffic: Results, way: Way) -> None:
     saved = 0
     for asked, stats in traffic:
@@ -215,6 +222,7 @@ def test_a_token_goes_once_to_a_rank_that_gets_many_rows(traffic: Results, way: 
     assert (saved > 0) == ("ranks_per_node" not in way and not one_expert)
 
 
+@in_ways
 def test_count_bytes_are_words_for_a_peers_experts_for_the_call_and_for_where_results_go(
     traffic: Results,
 ) -> None:
@@ -225,6 +233,7 @@ def test_count_bytes_are_words_for_a_peers_experts_for_the_call_and_for_where_re
             assert own["count_bytes_to_peers"] == 8 * words
 
 
+@in_ways
 def test_flag_bytes_are_a_word_for_each_chunk_credit_and_origin(traffic: Results, way: Way) -> None:
     word = 8 if "ranks_per_node" in way else 4  # a signal that is put, or a flag that is stored
     for asked, stats in traffic:
@@ -242,6 +251,7 @@ def test_flag_bytes_are_a_word_for_each_chunk_credit_and_origin(traffic: Results
             assert own["flag_bytes_to_peers"] % word == 0
 
 
+@in_ways
 def test_bytes_to_peers_are_their_sum(traffic: Results) -> None:
     for _, stats in traffic:
         for own in stats:
@@ -249,6 +259,7 @@ def test_bytes_to_peers_are_their_sum(traffic: Results) -> None:
             assert own["bytes_to_peers"] == sum(own[part] for part in parts)
 
 
+@in_ways
 def test_tasks_cover_the_tokens_the_chunks_and_the_tiles(traffic: Results) -> None:
     for asked, stats in traffic:
         cfg = asked.cfg
@@ -278,6 +289,7 @@ def test_tasks_cover_the_tokens_the_chunks_and_the_tiles(traffic: Results) -> No
             assert tiles <= arrivals  # never more often than something arrived for an expert
 
 
+@in_ways
 def test_padding_is_below_eight_rows_for_each_segment(traffic: Results) -> None:
     for asked, stats in traffic:
         for rank, own in enumerate(stats):
@@ -287,6 +299,7 @@ def test_padding_is_below_eight_rows_for_each_segment(traffic: Results) -> None:
             assert (own["padding_rows"] + sum(own["pairs_received"])) % SEGMENT_ALIGN == 0
 
 
+@in_ways
 def test_what_is_sent_is_received(traffic: Results) -> None:
     for _, stats in traffic:
         for source, sender in enumerate(stats):
@@ -297,6 +310,7 @@ def test_what_is_sent_is_received(traffic: Results) -> None:
             assert sum(own["expert_pairs"]) == sum(own["pairs_received"])
 
 
+@in_ways
 def test_drops_and_pairs_sent_are_all_pairs(traffic: Results) -> None:
     for asked, stats in traffic:
         for rank, own in enumerate(stats):

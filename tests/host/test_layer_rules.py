@@ -23,6 +23,7 @@ from tests.layers import (
     draw_given_call,
     draw_weights,
 )
+from tests.nightly import in_turn
 
 pytestmark = pytest.mark.usefixtures("poisoned_output")
 
@@ -65,10 +66,9 @@ def outputs_of(weights: Weights, calls: list[list[Call]], **way: Any) -> list[li
     return virtual.run(rank_main, ranks=len(calls), **way)
 
 
-@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_rule_is_the_references(rules: dict[str, Any], ranks: int) -> None:
-    cfg = config(**rules)
+@pytest.mark.parametrize(("name", "ranks"), in_turn(RULES, [1, 2, 4]))
+def test_a_rule_is_the_references(name: str, ranks: int) -> None:
+    cfg = config(**RULES[name])
     weights = draw_weights(cfg, seed=ranks)
     calls = [
         [

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import moeos
 from moeos import Experts, World
 from tests.layers import config
+from tests.nightly import all_but
 from tests.process_group import ranks_of_torch
 
 CFG = config(experts=4, max_tokens=32, top_k=2)
@@ -82,7 +83,10 @@ def by_fsdp(model: Model) -> nn.Module:
     return FullyShardedDataParallel(model, ignored_states=ignored, device_id=torch.device("cpu"))
 
 
-@pytest.mark.parametrize("wrapped", [by_ddp, by_ddp_of_itself, by_fully_shard, by_fsdp])
+@pytest.mark.parametrize(
+    "wrapped",
+    all_but([by_ddp, by_fully_shard], [by_ddp, by_ddp_of_itself, by_fully_shard, by_fsdp]),
+)
 def test_a_wrapper_that_is_told_so_leaves_experts_of_a_module_alone(
     wrapped: Callable[[Model], nn.Module],
 ) -> None:
@@ -145,7 +149,10 @@ def test_a_wrapper_that_is_told_nothing_warns_of_experts_of_a_module_by_name(
         assert "takes mlp.w1, mlp.w2 for what all ranks have alike" in said
 
 
-@pytest.mark.parametrize("wrapped", [by_ddp, by_ddp_of_itself, by_fully_shard, by_fsdp])
+@pytest.mark.parametrize(
+    "wrapped",
+    all_but([by_ddp, by_fully_shard], [by_ddp, by_ddp_of_itself, by_fully_shard, by_fsdp]),
+)
 def test_a_wrapper_that_is_told_so_does_not_warn(wrapped: Callable[[Model], nn.Module]) -> None:
     def rank_main(world: World) -> list[str]:
         x = torch.randn(20, CFG.hidden)

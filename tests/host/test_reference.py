@@ -27,6 +27,7 @@ from tests.huggingface import (
     qwen3_moe,
 )
 from tests.layers import draw_call, draw_weights, pair_experts
+from tests.nightly import in_turn
 
 SIZES: dict[str, Any] = {"hidden": 16, "intermediate": 24, "experts": 16, "top_k": 3}
 
@@ -386,8 +387,7 @@ def fp32_router_logits(x: Tensor, gate: Tensor, slices: int) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize("hidden", [512, 7168])
-@pytest.mark.parametrize("outliers", [False, True])
+@pytest.mark.parametrize(("hidden", "outliers"), in_turn([512, 7168], [False, True]))
 def test_an_fp32_router_on_tensor_cores_chooses_as_float64(hidden: int, outliers: bool) -> None:
     cfg = config(
         hidden=hidden, experts=64, top_k=7, dtype=torch.bfloat16, router_dtype=torch.float32

@@ -80,8 +80,9 @@ def check(cfg: MoEConfig, rows: int | None = None, *, kind: str = "uniform", **h
 # --- Gradients ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("activation", get_args(Activation))
+@pytest.mark.parametrize(
+    ("activation", "dtype"), in_turn(get_args(Activation), [torch.float32, torch.bfloat16]), ids=str
+)
 def test_activations(activation: str, dtype: torch.dtype) -> None:
     check(config(activation=activation, bias=True, dtype=dtype))
 
@@ -91,16 +92,18 @@ def test_a_limit_stops_what_it_clamps(clamp: str) -> None:
     check(config(activation="swigluoai", swiglu_limit=0.25, swiglu_clamp=clamp, bias=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rows", [0, 1, 4, 33, 101, ALL, None])
+@pytest.mark.parametrize(
+    ("rows", "dtype"),
+    in_turn([0, 1, 4, 33, 101, ALL, None], [torch.float32, torch.bfloat16]),
+    ids=str,
+)
 def test_rows_beyond_those_that_are_saved_are_computed_again(
     rows: int | None, dtype: torch.dtype
 ) -> None:
     check(config(top_k=3, bias=True, dtype=dtype), rows)
 
 
-@pytest.mark.parametrize("rows", [5, None])
-@pytest.mark.parametrize("kind", PREFERENCES)
+@pytest.mark.parametrize(("kind", "rows"), in_turn(PREFERENCES, [5, None]))
 def test_routing_of_any_kind(kind: str, rows: int | None) -> None:
     check(config(top_k=3, bias=True), rows, kind=kind)
 

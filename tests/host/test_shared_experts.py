@@ -37,6 +37,7 @@ from tests.layers import (
     draw_weights,
     reference,
 )
+from tests.nightly import in_turn
 from tests.process_group import ranks_of_torch
 
 pytestmark = pytest.mark.usefixtures("poisoned_output")
@@ -78,10 +79,9 @@ def right(layer: MoELayer, weights: Weights = WEIGHTS) -> None:
         assert_matches(weights, call, layer(call.x), f"rank {layer.world.rank}")
 
 
-@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_every_token_has_what_the_reference_adds(rules: dict[str, Any], ranks: int) -> None:
-    cfg = config(max_tokens=300, **rules)
+@pytest.mark.parametrize(("name", "ranks"), in_turn(RULES, [1, 2, 4]))
+def test_every_token_has_what_the_reference_adds(name: str, ranks: int) -> None:
+    cfg = config(max_tokens=300, **RULES[name])
     weights = draw_weights(cfg, seed=ranks)
     calls = [
         [
@@ -92,7 +92,7 @@ def test_every_token_has_what_the_reference_adds(rules: dict[str, Any], ranks: i
         ]
         for rank in range(ranks)
     ]
-    if "capacity_factor" not in rules:
+    if "capacity_factor" not in RULES[name]:
         for rank, own in enumerate(calls):
             own += [draw_call(cfg, 37, 7 * rank + 4), draw_call(cfg, 130, 7 * rank + 5)]
     twin = TwinOptions(processors=3)

@@ -29,6 +29,7 @@ from moeos.engines.twin_workspace import TwinWorkspace
 from moeos.faults import Fault, FaultPlan
 from moeos.held_signals import HeldSignals
 from tests.layers import assert_matches, config, draw_call, draw_weights
+from tests.nightly import in_turn
 from tests.processes import IMPORTED, MOEOS, ROOT, ForkedRanks, free_port, torchrun_environment
 
 fork = multiprocessing.get_context("fork")
@@ -82,15 +83,18 @@ def raised_by(call: Callable[[], object]) -> BaseException:
     raise AssertionError("nothing was raised")
 
 
-@pytest.mark.parametrize(
-    "way",
-    [{}, {"ranks_per_node": 1}, {"twin": TwinOptions(processors=1, split_os=True)}],
-    ids=["direct", "remote", "split-os"],
-)
-@pytest.mark.parametrize("victim", [0, 2])
+INTERRUPTED: dict[str, dict[str, Any]] = {
+    "direct": {},
+    "remote": {"ranks_per_node": 1},
+    "split-os": {"twin": TwinOptions(processors=1, split_os=True)},
+}
+
+
+@pytest.mark.parametrize(("name", "victim"), in_turn(INTERRUPTED, [0, 2]))
 def test_an_interrupted_call_raises_at_once_is_named_by_the_peers_and_reset_recovers(
-    victim: int, way: dict[str, Any]
+    name: str, victim: int
 ) -> None:
+    way = INTERRUPTED[name]
     absent = 3  # so that the others wait
     interrupted = fork.Event()
 

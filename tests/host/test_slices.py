@@ -26,6 +26,7 @@ from tests.layers import (
     draw_given_call,
     draw_weights,
 )
+from tests.nightly import in_turn
 
 SIZES = {"intermediate": 192, "max_tokens": 300, "bias": True}
 SHARED = {"shared_experts": 2, "shared_intermediate": 48, "shared_gate": True}
@@ -52,8 +53,7 @@ def whole(outputs: list[list[Tensor]], number: int, output: Output) -> Tensor:
     return of_ranks[0]
 
 
-@pytest.mark.parametrize("output", ["replicated", "scattered"])
-@pytest.mark.parametrize("ranks", range(1, 9))
+@pytest.mark.parametrize(("ranks", "output"), in_turn(range(1, 9), ["replicated", "scattered"]))
 def test_outputs_are_those_of_the_reference(ranks: int, output: Output) -> None:
     size = 24 * ranks
     cfg = config(**{**SIZES, "intermediate": size, "max_tokens": 70})

@@ -27,6 +27,7 @@ from moeos import MoELayer, PeerTimeout, World
 from moeos._runtime import FailureKind
 from moeos.engines.base import CallTensors
 from tests.layers import Weights, assert_matches, config, draw_call, draw_weights
+from tests.nightly import all_but, in_turn
 from tests.process_group import ranks_of_torch
 
 fork = multiprocessing.get_context("fork")
@@ -59,7 +60,9 @@ def require_right(layer: MoELayer, weights: Weights = WEIGHTS) -> None:
         assert_matches(weights, call, layer(call.x))
 
 
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError, TimeoutError])
+@pytest.mark.parametrize(
+    "kind", all_but([KeyboardInterrupt], [KeyboardInterrupt, RuntimeError, TimeoutError])
+)
 def test_a_signal_amid_the_all_reduce_is_seen_at_once_told_to_the_peers_and_reset_mends_it(
     kind: type[BaseException],
 ) -> None:
@@ -162,8 +165,7 @@ def test_reset_mends_what_a_rank_that_did_not_come_has_broken() -> None:
     assert second == "None"
 
 
-@pytest.mark.parametrize("connected", [True, False], ids=["connected", "connecting"])
-@pytest.mark.parametrize("killed", [0, 2])
+@pytest.mark.parametrize(("killed", "connected"), in_turn([0, 2], [True, False]))
 def test_a_rank_that_is_killed_amid_the_all_reduce_is_named(killed: int, connected: bool) -> None:
     """But for rank 0: it serves the store, in which others say that they wait."""
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -264,15 +265,20 @@ def test_a_checkpoint_is_read_by_other_numbers_of_ranks(weight_format: Any, tmp_
         assert all(ranks_of_torch(load, ranks))
 
 
-@pytest.mark.parametrize("ranks", all_but([5], [3, 5]))
+BLOCKS: dict[str, tuple[Any, bool]] = {
+    "fused": (lambda: fused_names(True), True),
+    "split": (lambda: split_names(True), True),
+    "mixtral": (mixtral_names, False),
+}
+
+
 @pytest.mark.parametrize(
-    ("names", "biased"),
-    [(lambda: fused_names(True), True), (lambda: split_names(True), True), (mixtral_names, False)],
-    ids=["fused", "split", "mixtral"],
+    ("name", "ranks"), all_but([("split", 5)], itertools.product(BLOCKS, [3, 5]))
 )
 def test_a_block_of_a_checkpoint_is_read_by_every_rank(
-    names: Any, biased: bool, ranks: int, tmp_path: Path
+    name: str, ranks: int, tmp_path: Path
 ) -> None:
+    names, biased = BLOCKS[name]
     cfg, whole = hf_config(bias=biased), names()
     prefix = next(name for name in whole if "gate.weight" in name).split("gate.")[0]
     every = load_block(cfg, whole, prefix, 0, 1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +38,7 @@ from tests.layers import (
     draw_given_call,
     draw_weights,
 )
-from tests.nightly import covering
+from tests.nightly import in_turn, spread
 from tests.process_group import ranks_of_torch
 
 OF_EXPERTS = ("w1", "w2", *call_checks.SCALES)
@@ -77,7 +78,7 @@ def same_tensors(layer: MoELayer, weights: Weights) -> bool:
 
 @pytest.mark.parametrize(
     ("name", "activation", "bias", "ranks"),
-    covering(NAMES, ["swiglu", "relu2"], [False, True], [1, 4]),
+    spread(5, [*itertools.product(NAMES, ["swiglu", "relu2"], [False, True], [1, 4])]),
 )
 def test_every_token_has_what_the_reference_makes_of_the_numbers(
     name: str, activation: Any, bias: bool, ranks: int
@@ -98,9 +99,10 @@ def test_every_token_has_what_the_reference_makes_of_the_numbers(
     assert_all_match(weights, calls, virtual.run(rank_main, ranks=ranks))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "activation", "ranks"),
+    spread(3, [*itertools.product(NAMES, ["swiglu", "relu2"], [1, 2])]),
+)
 def test_shared_experts_of_codes_are_those_of_the_numbers(
     name: str, activation: Any, ranks: int
 ) -> None:
@@ -308,8 +310,7 @@ def test_a_compiled_layer_computes_the_same() -> None:
 # --- state dicts, copies, casts -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared experts"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "shared"), in_turn(NAMES, [False, True]))
 def test_codes_and_scales_pass_through_state_dicts_copies_and_pickles(
     name: str, shared: bool
 ) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 import moeos
 from moeos import MoEConfig
 from tests.integrations.stand_ins import Tensors, in_fork, on_ranks, slice_of
+from tests.nightly import covering, in_turn
 from tests.processes import ROOT
 
 HIDDEN, INTERMEDIATE, EXPERTS, PREFILL = 64, 96, 8, 40
@@ -104,12 +105,17 @@ def config(**changes: Any) -> MoEConfig:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "sliced"), [(1, False), (2, False), (4, False), (2, True), (3, True)]
+    ("world", "dtype"),
+    in_turn(
+        [(1, False), (2, False), (4, False), (2, True), (3, True)], [torch.float32, torch.bfloat16]
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_ranks_with_equal_tokens_add_up_to_the_whole_result(
-    ranks: int, sliced: bool, dtype: torch.dtype
+    world: tuple[int, bool], dtype: torch.dtype
 ) -> None:
+    ranks, sliced = world
+
     def live(rank: int) -> list[float]:
         tensors = Tensors(config(dtype=dtype))
         server = Server(rank, ranks, sliced=sliced)
@@ -243,12 +249,17 @@ def test_experts_that_ranks_cannot_cut_equally_are_refused() -> None:
         on_ranks(live, 2)
 
 
-@pytest.mark.parametrize(("ranks", "sliced"), [(1, False), (2, False), (2, True)])
-@pytest.mark.parametrize("block", [[128, 128], None])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("world", "block", "dtype"),
+    covering(
+        [(1, False), (2, False), (2, True)], [[128, 128], None], [torch.float32, torch.bfloat16]
+    ),
+    ids=str,
+)
 def test_experts_in_fp8_are_right_as_they_are_shipped(
-    dtype: torch.dtype, block: list[int] | None, ranks: int, sliced: bool
+    world: tuple[int, bool], block: list[int] | None, dtype: torch.dtype
 ) -> None:
+    ranks, sliced = world
     weight_format = "fp8_tensor" if block is None else "fp8_block128"
     sizes = {"intermediate": 256} if sliced else {}  # a block for each rank
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from moeos import MoEConfig
 from moeos.integrations import shared
 from tests.integrations.stand_ins import Tensors, in_fork, on_ranks, slice_of
+from tests.nightly import in_turn
 
 HIDDEN, INTERMEDIATE, EXPERTS, MAX_TOKENS = 64, 96, 8, 40
 
@@ -174,8 +175,9 @@ def test_a_fork_of_one_rank_computes_by_a_world_of_its_own() -> None:
     assert all(error <= 1 for error in errors), errors
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("changes", [{}, {"dtype": torch.bfloat16, "bias": True}], ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "changes"), in_turn([1, 2, 4], [{}, {"dtype": torch.bfloat16, "bias": True}]), ids=str
+)
 def test_tensor_parallel_ranks_with_equal_tokens_have_the_whole_result(
     ranks: int, changes: dict[str, Any]
 ) -> None:
@@ -399,29 +401,36 @@ FP8_MATRIX = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 MXFP4 = {"quant_method": "gpt_oss_mxfp4"}  # as vLLM calls what the checkpoint calls mxfp4
 
 
-@pytest.mark.parametrize(("ranks", "whole"), [(1, True), (2, True), (2, False)])
+QUANTISED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "blocks": (FP8_BLOCKS, {"weight_format": "fp8_block128"}, "silu"),
+    "matrices": (FP8_MATRIX, {"weight_format": "fp8_tensor", "dtype": torch.bfloat16}, "silu"),
+    "without a gate": (
+        FP8_MATRIX,
+        {"weight_format": "fp8_tensor", "activation": "relu2"},
+        "relu2_no_mul",
+    ),
+    "mxfp4": (
+        MXFP4,
+        {
+            "weight_format": "mxfp4",
+            "activation": "swigluoai",
+            "bias": True,
+            "dtype": torch.bfloat16,
+        },
+        "swigluoai",
+    ),
+}
+
+
 @pytest.mark.parametrize(
-    ("checkpoint", "changes", "activation"),
-    [
-        (FP8_BLOCKS, {"weight_format": "fp8_block128"}, "silu"),
-        (FP8_MATRIX, {"weight_format": "fp8_tensor", "dtype": torch.bfloat16}, "silu"),
-        (FP8_MATRIX, {"weight_format": "fp8_tensor", "activation": "relu2"}, "relu2_no_mul"),
-        (
-            MXFP4,
-            {
-                "weight_format": "mxfp4",
-                "activation": "swigluoai",
-                "bias": True,
-                "dtype": torch.bfloat16,
-            },
-            "swigluoai",
-        ),
-    ],
-    ids=["blocks", "matrices", "without a gate", "mxfp4"],
+    ("name", "world"), in_turn(QUANTISED, [(1, True), (2, True), (2, False)]), ids=str
 )
 def test_experts_of_a_quantised_checkpoint_are_right_as_they_are_shipped(
-    checkpoint: dict[str, Any], changes: dict[str, Any], activation: str, ranks: int, whole: bool
+    name: str, world: tuple[int, bool]
 ) -> None:
+    checkpoint, changes, activation = QUANTISED[name]
+    ranks, whole = world
+
     def live(rank: int) -> tuple[list[float], Any, bool]:
         job = Job(rank, tp=ranks, quantization_config=checkpoint, enable_expert_parallel=whole)
         models = [Tensors(config(intermediate=256, **changes), seed) for seed in range(2)]

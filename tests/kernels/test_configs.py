@@ -2,8 +2,8 @@
 """The GPU's kernel of every config: `moeos compile` makes it, and it keeps its registers.
 
 A register that is spilled, or a stack frame, costs time in every tile, and comes and goes with
-small changes. Whenever the tests run, tests/host/test_jit.py compiles the config that needs its
-registers most. All of them are compiled at night, side by side.
+small changes. All of them are compiled at night, side by side. Whenever the tests run,
+tests/host/test_jit.py compiles a small layer's kernel, which must keep its registers, too.
 """
 
 from __future__ import annotations

@@ -6,14 +6,14 @@ from __future__ import annotations
 import pytest
 
 from moeos import jit, topk_kernel
-from tests.nightly import covering
+from tests.nightly import in_turn
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="install the test extra for NVRTC")
 
 
 @pytest.mark.parametrize(
     ("arch", "type_", "kept"),
-    covering(["sm_80", "sm_90", "sm_100"], range(len(topk_kernel.TYPES)), [1, 8, 32]),
+    in_turn(["sm_80", "sm_90", "sm_100"], range(len(topk_kernel.TYPES)), [1, 8, 32]),
 )
 def test_the_kernel_compiles_for_every_gpu_that_a_host_may_have(
     arch: str, type_: int, kept: int
