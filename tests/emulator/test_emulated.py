@@ -280,10 +280,9 @@ IN_EVERY_RUN = (
     "second GEMMs in halves",
     "eight ranks, capacity",
     "cells as rings, places in turn",
-    "an fp32 router of float16 tokens, in slices",
 )
-"""Plans by arrival and up front, each type, each router, and one, two and eight ranks. Groups are
-in every run in test_banks.py."""
+"""Plans by arrival and up front, each type, and one, two and eight ranks. In every run groups are
+in test_banks.py, and an fp32 router is in test_rules.py."""
 
 
 class Libraries:
@@ -457,6 +456,7 @@ def test_logits_that_are_not_finite_end_the_call_on_all_ranks(libraries: Librari
         assert failure.tolist() == [6, 3, 1, -1, -1, 66]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("weight", [torch.inf, 1e5], ids=["infinite", "beyond float16"])
 def test_a_weight_of_an_fp32_router_that_float16_has_not_ends_the_call(
     weight: float, libraries: Libraries

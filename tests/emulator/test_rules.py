@@ -56,7 +56,7 @@ RULES: dict[str, dict[str, Any]] = {
         "expert_scale": True,
     },
 }
-IN_EVERY_RUN = ("sqrtsoftplus, bias, scales",)
+IN_EVERY_RUN = ("fp32 router with a bias",)
 
 
 def _config(rules: dict[str, Any]) -> MoEConfig:

@@ -46,7 +46,7 @@ def compiled(function: Callable[..., Any], backend: str, **options: Any) -> Call
     return made
 
 
-@backends
+@pytest.mark.parametrize("backend", all_but(["aot_eager"], ["eager", "aot_eager"]))
 def test_a_layer_is_traced_without_a_break_and_computes_the_same(backend: str) -> None:
     given = draw_given_call(CFG, 20, 0)
 
@@ -76,7 +76,7 @@ def test_one_graph_serves_many_token_counts(backend: str) -> None:
     assert virtual.run(rank_main, ranks=1) == [1]
 
 
-@backends
+@pytest.mark.parametrize("backend", all_but(["aot_eager"], ["eager", "aot_eager"]))
 def test_layers_amid_other_modules_become_one_graph(backend: str) -> None:
     class Block(torch.nn.Module):
         def __init__(self, layers: list[MoELayer]) -> None:

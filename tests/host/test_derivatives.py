@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from moeos import MoELayer, World, virtual
 from tests.layers import config, draw_call, draw_given_call, draw_weights
+from tests.nightly import all_but
 
 CFG = config(max_tokens=64, bias=True)
 WEIGHTS = draw_weights(CFG)
@@ -86,7 +87,7 @@ def test_a_transform_of_a_layer_raises(
     virtual.run(rank_main, ranks=1)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", all_but(["aot_eager"], ["eager", "aot_eager"]))
 def test_a_compiled_layer_raises_alike(backend: str) -> None:
     def rank_main(world: World) -> None:
         layer = WEIGHTS.layer(world)

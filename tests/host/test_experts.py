@@ -28,6 +28,7 @@ from tests.layers import (
     draw_given_call,
     draw_weights,
 )
+from tests.nightly import all_but
 
 CFG = config(max_tokens=64, bias=True)
 WEIGHTS = draw_weights(CFG)
@@ -271,9 +272,7 @@ def test_statistics_and_traces_are_of_the_last_call() -> None:
     virtual.run(rank_main, ranks=2, trace_events=256)
 
 
-@pytest.mark.parametrize(
-    "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("backend", all_but(["aot_eager"], ["eager", "aot_eager", "inductor"]))
 def test_a_model_that_routes_by_itself_is_compiled_without_a_break(backend: str) -> None:
     torch._dynamo.reset()
     call = draw_call(CFG, 20, 0)

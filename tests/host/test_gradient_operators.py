@@ -169,7 +169,7 @@ def test_a_backward_is_made_though_its_gradient_is_unused(backend: str, calls: C
     virtual.run(rank_main, ranks=1)
 
 
-@quick_backends
+@pytest.mark.parametrize("backend", all_but(["aot_eager"], ["eager", "aot_eager", "inductor"]))
 def test_calls_in_flight_of_graphs_of_their_own(backend: str, calls: Calls) -> None:
     """As of a model whose blocks are compiled one by one."""
 

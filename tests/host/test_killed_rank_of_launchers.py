@@ -31,6 +31,7 @@ with moeos.init(backend="twin", deadline=10.0) as world:
 SENTENCE = re.compile(r"PeerTimeout: rank \d.* waited 10\.0 s in call 2 for rank 1")
 
 
+@pytest.mark.nightly
 def test_mpirun_ends_the_others_and_names_the_killed_rank_itself() -> None:
     ended = mpirun(2, PROGRAM)
     assert ended.returncode != 0

@@ -24,7 +24,7 @@ from tests.layers import (
     draw_given_call,
     draw_weights,
 )
-from tests.nightly import covering, in_turn, spread
+from tests.nightly import all_but, covering, in_turn, spread
 
 pytestmark = pytest.mark.usefixtures("poisoned_output")
 
@@ -280,7 +280,7 @@ def test_given_routing_need_not_be_contiguous() -> None:
     stats_of_calls(weights, [[strided]] * 2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", all_but([torch.bfloat16], TYPES), ids=str)
 def test_large_hidden_size_keeps_the_accumulated_error_small(dtype: torch.dtype) -> None:
     cfg = config(hidden=2048, intermediate=512, experts=4, top_k=2, dtype=dtype)
     calls = [[draw_call(cfg, 48, rank)] for rank in range(2)]

@@ -274,6 +274,7 @@ with moeos.init(deadline=5.0) as world:
 """
 
 
+@pytest.mark.nightly
 def test_started_programs_end_with_the_sentence_when_one_never_calls() -> None:
     """As a person starts them: exit codes, what they print, nothing left behind."""
     before, port = shared_memory(), free_port()

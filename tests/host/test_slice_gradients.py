@@ -193,7 +193,7 @@ def test_experts_that_a_caller_routes() -> None:
     assert_match(weights, [call] * 2, virtual.run(run, 2), slicing=Slicing(2))
 
 
-@pytest.mark.parametrize("output", ["replicated", "scattered"])
+@pytest.mark.parametrize("output", all_but(["scattered"], ["replicated", "scattered"]))
 def test_a_compiled_layer_has_the_same_bits(output: Any) -> None:
     cfg = config(**SIZES, **SHARED)
     weights = draw_weights(cfg)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import moeos
 from moeos import MoELayer, World, virtual
 from tests.layers import assert_matches, config, draw_call, draw_weights
-from tests.nightly import in_turn
+from tests.nightly import all_but, in_turn
 from tests.process_group import ranks_of_torch
 
 CFG = config(max_tokens=64, bias=True, selection_bias=True)
@@ -248,7 +248,9 @@ def test_what_one_rank_saves_for_all_has_to_be_gathered(tmp_path: Path) -> None:
     assert all(ranks_of_torch(rank_main, 2))
 
 
-@pytest.mark.parametrize("made_of", ["a dimension of a mesh", "a group"])
+@pytest.mark.parametrize(
+    "made_of", all_but(["a dimension of a mesh"], ["a dimension of a mesh", "a group"])
+)
 def test_a_world_of_a_group_saves_all_experts_of_its_ranks(made_of: str, tmp_path: Path) -> None:
     def rank_main(everyone: World) -> bool:
         if made_of == "a dimension of a mesh":

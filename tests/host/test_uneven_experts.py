@@ -231,6 +231,7 @@ def test_dtensors_of_any_placement_are_loaded(placement: Any, assign: bool) -> N
     assert all(ranks_of_torch(rank_main, 3))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("weight_format", all_but(["fp8_block128"], [None, "fp8_block128"]))
 def test_a_checkpoint_is_read_by_other_numbers_of_ranks(weight_format: Any, tmp_path: Path) -> None:
     sizes = {"hidden": 128, "intermediate": 128}

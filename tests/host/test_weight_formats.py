@@ -339,6 +339,7 @@ def test_codes_and_scales_pass_through_state_dicts_copies_and_pickles(
     virtual.run(rank_main, ranks=2)
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_of_a_model_is_read_by_another_number_of_ranks(tmp_path: Path) -> None:
     def save(world: World) -> bool:
         for name, weights in ALL.items():

@@ -248,7 +248,7 @@ def test_a_wrapped_model_has_the_gradients_of_one_process(wrap: Wrap, again: boo
     assert all(ranks_of_torch(rank_main, 2))
 
 
-@pytest.mark.parametrize("wrap", spread(2, [ddp, replicated, *FSDP]))
+@pytest.mark.parametrize("wrap", spread(3, [ddp, replicated, *FSDP]))
 def test_steps_of_an_optimizer_are_those_of_one_process(wrap: Wrap) -> None:
     def stepped(model: nn.Module, x: Tensor, world: World) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from moeos import MoEConfig, reference
 from tests.integrations.stand_ins import Tensors, in_fork, on_ranks
+from tests.nightly import all_but
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 64, 96, 8, 2
 OVERRIDE = "moeos.integrations.torchtitan.routed_experts"
@@ -139,7 +140,8 @@ def test_a_fork_computes_by_a_world_of_its_own() -> None:
     assert all(error <= 1 for error in errors), errors
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 5])  # of three the last has fewer, of five none
+# Of three the last has fewer, of five none.
+@pytest.mark.parametrize("ranks", all_but([3, 5], [2, 3, 4, 5]))
 def test_ranks_of_the_expert_parallel_mesh_compute_together(ranks: int) -> None:
     def live(rank: int) -> list[float]:
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))

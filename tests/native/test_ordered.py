@@ -41,7 +41,7 @@ pytestmark = [
     pytest.mark.timeout(1200),
 ]
 
-WATCHED = Flavour(("-O1", "-g1", "-fsanitize=thread", "-Wno-tsan"), 0, {})
+WATCHED = Flavour(("-O1", "-g1", "-fsanitize=thread", "-Wno-tsan"), {})
 """Calls functions of ThreadSanitizer's names, which the witness has."""
 WRAPPED = ("memcpy", "memmove", "memset", "mmap", "munmap")
 

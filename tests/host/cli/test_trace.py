@@ -133,6 +133,7 @@ def test_perfetto_reads_all_of_the_file_for_viewers(config: Path, tmp_path: Path
         assert levels == [{"points": len(written("C")), "counters": len(counters)}]
 
 
+@pytest.mark.nightly
 def test_perfetto_reads_all_of_a_trace_of_four_gpus(tmp_path: Path) -> None:
     saved, out = ROOT / "results" / f"{EXAMPLE}.npz", tmp_path / "trace.json"
     code, _, err = invoke("--load", saved, "-o", out)
