@@ -478,5 +478,5 @@ def test_slices_with_remote_peers_are_refused_with_what_works() -> None:
     def make(world: World) -> None:
         MoELayer(config(**SIZES), world, parallel="tensor")
 
-    with pytest.raises(ValueError, match="may have none: leave ranks_per_node out.*'expert'"):
+    with pytest.raises(ValueError, match=r"may have none: leave ranks_per_node out.*'expert'"):
         virtual.run(make, 2, ranks_per_node=1)
