@@ -18,10 +18,9 @@ import pytest
 
 from moeos import _twin, explore
 from moeos.explore import SCENARIOS, STRATEGIES, Found, Wrong
-from tests.fuzz.outcomes import MULTIPLE
 
-SEEDS = 50 * min(2, MULTIPLE)
-"""Of which each is run in all scenarios and strategies: 700 runs, and 1400 at night."""
+SEEDS = 100
+"""Of which each is run in all scenarios and strategies: 1400 runs."""
 
 
 @pytest.fixture(scope="module")
