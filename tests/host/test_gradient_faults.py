@@ -34,7 +34,7 @@ def test_a_process_that_is_killed_in_backward_is_named_by_the_others(
 
     def live(rank: int) -> str:
         os.environ.update(torchrun_environment(rank, RANKS, port))
-        with moeos.init("twin", deadline=2.0, faults=plan) as world:
+        with moeos.init("twin", deadline=5.0, faults=plan) as world:
             layer = weights.layer(world).requires_grad_()
             first, second = (layer(draw_call(cfg, 60, seed).x).sum() for seed in (rank, 3 + rank))
             with pytest.raises(PeerTimeout) as raised:
