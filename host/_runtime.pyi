@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 SEGMENT_ALIGN: int = 8
 
+ROWS_APART: int = 65537
+
 IN_PLACE_TOKENS: int = 8
 
 MAX_SEGMENTS: int = 8

@@ -353,6 +353,7 @@ NB_MODULE(_runtime, module) {
   made = true;
   module.doc() = "What the device OS is on every machine: sizes, kinds and records.";
   module.attr("SEGMENT_ALIGN") = Geometry::kSegmentAlign;
+  module.attr("ROWS_APART") = kRowsApart;
   module.attr("IN_PLACE_TOKENS") = Geometry::kInPlaceTokens;
   module.attr("MAX_SEGMENTS") = Geometry::kMaxSegments;
   module.attr("WINDOW_BYTES") = Geometry::kWindowBytes;

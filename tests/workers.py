@@ -139,8 +139,8 @@ class Worker:
 def gather_pages() -> None:
     """Has Linux keep what this process has of memory in large pages, where it can.
 
-    A fork copies the table of pages, and its end clears it. Tests fork ranks, and where the tests
-    lie in pages of 4 KiB, that takes 30 ms a rank, and 8 ms in large ones.
+    A fork copies the table of pages, and its end clears it. Tests fork ranks: with all tests
+    collected, 86 of them took 6.9 s of system time, and 8.7 s with pages of 4 KiB.
     """
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

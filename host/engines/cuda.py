@@ -61,9 +61,14 @@ from moeos.world import SharedMemory, World
 CAPABILITY = (9, 0)
 """Of the GPUs that kernels are made for: Hopper."""
 _COMPILING = 300.0  # seconds beyond the deadline that ranks wait for each other's compilers
-_ROWS_APART = 65_537  # kRowsApart of runtime/slices.hpp: below it are numbers of tokens alone
 MAX_ARGUMENT_BYTES = 32_764
 """That one launch can be given."""
+
+
+def _tokens_in(word: int) -> int | None:
+    """The number of tokens in what ranks with slices compare, where it is all that it says."""
+    return word if word < _runtime.ROWS_APART else None
+
 
 Value = TypeVar("Value")
 
@@ -511,7 +516,7 @@ class CudaEngine:
     def _exception_of(self, failure: _runtime.Failure, identity: int) -> Exception:
         world = self._world
         told = world.rank, identity, world.layer_names, world.group
-        return exception_of(failure, *told, lambda word: word if word < _ROWS_APART else None)
+        return exception_of(failure, *told, _tokens_in)
 
     def _compiled(self, shape: KernelShape, what: str) -> Kernel:
         """The kernel of a shape. Every rank asks for it: those of a host wait for one compiler, and
