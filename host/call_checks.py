@@ -19,7 +19,7 @@ from moeos.calls import MAX_PIECES
 from moeos.config import DTYPES, MoEConfig
 from moeos.formats import FORMATS, TOKEN_GROUP, WeightFormat
 
-WEIGHTS = ("w1", "b1", "w2", "b2")
+WEIGHTS = ("w1", "b1", "w2", "b2", "w3")
 """The tensors of a call that experts compute with, in the operator's order."""
 ROUTER = ("gate.weight", "gate.selection_bias", "gate.bias", "gate.expert_scale")
 """Those that a router chooses with, in the operator's order behind the weights."""
@@ -46,6 +46,7 @@ _SHARED_FIELDS = ("cfg.shared_experts is 0", "shared_experts=1, shared_intermedi
 _FIELDS = {
     "b1": ("cfg.bias is False", "bias=True"),
     "b2": ("cfg.bias is False", "bias=True"),
+    "w3": ("cfg.gate_up is not 'separate'", "gate_up='separate'"),
     "gate.selection_bias": ("cfg.selection_bias is False", "selection_bias=True"),
     "gate.bias": ("cfg.router_bias is False", "router_bias=True"),
     "gate.expert_scale": ("cfg.expert_scale is False", "expert_scale=True"),
@@ -103,13 +104,17 @@ def expected_weights(cfg: MoEConfig, experts: int) -> tuple[Expected | None, ...
         return Expected(name, shape, cfg.dtype) if cfg.bias else None
 
     def matrix(name: str, rows: int, columns: int) -> Expected:
+        if cfg.transposed:
+            rows, columns = columns, rows
         return _matrices(cfg, "weight_format", name, experts, rows, columns)
 
+    separate = cfg.gate_up == "separate"
     return (
-        matrix("w1", cfg.w1_rows, cfg.hidden),
+        matrix("w1", cfg.intermediate if separate else cfg.w1_rows, cfg.hidden),
         bias("b1", cfg.w1_rows),
         matrix("w2", cfg.hidden, cfg.intermediate),
         bias("b2", cfg.hidden),
+        matrix("w3", cfg.intermediate, cfg.hidden) if separate else None,
     )
 
 

@@ -37,6 +37,7 @@ Routing = Literal["layer", "ids", "caller"]
 Clamp = Literal["before", "after"]
 Rounding = Literal["NR-f", "SR-f", "NR-s", "Balance-f", "UP", "DOWN"]
 Save = Literal["nothing", "preactivation"]
+GateUp = Literal["concatenated", "interleaved", "separate"]
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
@@ -57,6 +58,7 @@ _OF_HF = ("hf_config", "hf_layer", "hf_shared", "hf_dequantize")
 _SWITCHES = (
     *("renormalize", "selection_bias", "bias"),
     *("router_bias", "expert_scale", "apply_router_weight_on_input", "shared_gate"),
+    "transposed",
 )
 
 
@@ -159,6 +161,14 @@ class MoEConfig:
             share of each source's; of a call in pieces, each piece. None: 1.25 times the rows that
             the rank gets where routing is even and all ranks pass as many tokens. What comes beyond
             is computed again.
+        gate_up: how the caller's tensors hold the gate and up rows of a gated activation, in a call of
+            `moeos.Experts`; I gate rows and I up rows of each expert. "concatenated": w1 has all
+            gate rows, then all up rows. "interleaved": w1 has gate row 0, up row 0, gate row 1 and
+            so on (gpt-oss), and so have b1 and scales that belong to rows. "separate": w1 has the
+            gate rows, and w3 the up rows (torchtitan). A `MoELayer` has "concatenated" alone.
+        transposed: the caller's matrices have a row for each input: w1 is [X, H, 2I] and w2
+            [X, I, H] (gpt-oss, Llama 4, Aria). Not with a `weight_format`, whose codes lie along
+            inputs, nor in a `MoELayer`.
         result_format: how a token's results return from its experts, to be weighed and added up in
             fp32. None: in `dtype`. "fp8_group128": as e4m3 codes with an fp32 scale for 128
             elements, in about half the bytes; it needs an `activation_format`. A rank's own results
@@ -208,6 +218,8 @@ class MoEConfig:
     save: Save = "nothing"
     saved_rows: int | None = None
     result_format: ActivationFormat | None = None
+    gate_up: GateUp = "concatenated"
+    transposed: bool = False
 
     def __post_init__(self) -> None:
         for name in ("hidden", "intermediate"):
@@ -247,6 +259,7 @@ class MoEConfig:
         self._check_shared_weight_format()
         self._check_save()
         self._check_result_format()
+        self._check_weight_layout()
 
     @property
     def formula(self) -> Formula:
@@ -631,6 +644,20 @@ class MoEConfig:
         if self.shared_intermediate % multiple != 0:
             said = f"a multiple of {multiple} with shared_weight_format"
             raise self._error("shared_intermediate", f"{said} {self.shared_weight_format!r}")
+
+    def _check_weight_layout(self) -> None:
+        self._check_choice("gate_up", get_args(GateUp))
+        if self.gate_up != "concatenated" and not self.gated:
+            raise self._error("gate_up", f"'concatenated' with activation {self.activation!r}")
+        if self.weight_format is None:
+            return
+        said = f"with weight_format {self.weight_format!r}"
+        if self.transposed:
+            raise self._error("transposed", f"False {said}, whose codes lie along inputs")
+        if self.gate_up == "separate":
+            raise self._error("gate_up", f"'concatenated' or 'interleaved' {said}")
+        if self.gate_up == "interleaved" and (FORMATS[self.weight_format].rows or 1) > 1:
+            raise self._error("gate_up", f"'concatenated' {said}, whose scales belong to blocks")
 
     def _check_save(self) -> None:
         self._check_choice("save", get_args(Save))

@@ -46,7 +46,7 @@ library = torch.library.Library("moeos", "DEF")
 """Of all operators of moeos."""
 TENSORS = (
     "Tensor(a!) order, Tensor key, Tensor x, Tensor? topk_ids, Tensor? topk_weights, "
-    "Tensor? tokens, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? gate, "
+    "Tensor? tokens, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? w3, Tensor? gate, "
     "Tensor? selection_bias, Tensor? router_bias, Tensor? expert_scale, "
     "Tensor? shared_w1, Tensor? shared_w2, Tensor? shared_gate, "
     "Tensor? w1_scale, Tensor? w2_scale, Tensor? w1_scale_2, Tensor? w2_scale_2, "
@@ -152,12 +152,12 @@ def call(
     and x_scale, and of `own`, what `moeos.call_checks.OWN` lists.
     """
     topk_ids, topk_weights, tokens, x_scale = routing
-    w1, b1, w2, b2, gate, selection_bias, router_bias, expert_scale, *rest = own
+    w1, b1, w2, b2, w3, gate, selection_bias, router_bias, expert_scale, *rest = own
     # As CallTensors(...), whose function in between would cost as much as a lock. The order is that
     # of the fields.
     fields = (
         *(x, out, gate, selection_bias, topk_ids, topk_weights, w1, b1, w2, b2),
-        *(tokens, any_ids, pieces, router_bias, expert_scale, *rest, x_scale),
+        *(tokens, any_ids, pieces, router_bias, expert_scale, *rest, x_scale, w3),
     )
     engine.forward(tuple.__new__(CallTensors, fields))
 

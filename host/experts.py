@@ -155,6 +155,7 @@ class Experts:
         w1_scale_2: torch.Tensor | None = None,
         w2_scale_2: torch.Tensor | None = None,
         *,
+        w3: torch.Tensor | None = None,
         x_scale: torch.Tensor | None = None,
         tokens: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
@@ -168,16 +169,19 @@ class Experts:
                 experts, numbered over all ranks. An id below 0 or beyond the experts is an unused
                 slot.
             topk_weights: floating point weights of these experts, likewise, used as they are.
-            w1: [X, 2I, H] (gate rows, then up rows), or [X, I, H] where the activation has no gate,
-                of `cfg.dtype`, contiguous: of this rank's X experts, those of
-                `cfg.experts_of(rank, P)`, or of `placement.ranks[rank]`. A rank without experts
-                passes a tensor of none.
-            w2: [X, H, I], likewise.
+            w1: [X, 2I, H], or [X, I, H] where the activation has no gate, of `cfg.dtype`,
+                contiguous: of this rank's X experts, those of `cfg.experts_of(rank, P)`, or of
+                `placement.ranks[rank]`. A rank without experts passes a tensor of none.
+                `cfg.gate_up` says which rows are gate rows; with "separate" w1 is [X, I, H].
+            w2: [X, H, I], likewise. With `cfg.transposed` w1 is [X, H, 2I or I], and w2 [X, I, H].
             b1, b2: [X, 2I or I] and [X, H] with `cfg.bias`, likewise. Where experts are cut, X and
                 I are those of a rank's slices, as `MoELayer` has them; b2 is whole, and added once.
             w1_scale, w2_scale, w1_scale_2, w2_scale_2: with `cfg.weight_format` the scales of w1
                 and w2, which then are codes, as `MoELayer` has them.
+            w3: as w1, the up rows, with `cfg.gate_up` "separate" alone.
             x_scale, tokens, out, pieces: as of `MoELayer.forward`.
+
+        A gradient of a weight has the shape and the strides of that weight.
 
         Returns:
             as x, of `cfg.dtype`; zeros for a token that no expert took.
@@ -197,7 +201,7 @@ class Experts:
             topk_weights,
             tokens,
             (
-                *(w1, b1, w2, b2, *_NOTHING_ELSE),
+                *(w1, b1, w2, b2, w3, *_NOTHING_ELSE),
                 *(w1_scale, w2_scale, w1_scale_2, w2_scale_2, *_NO_SHARED_SCALES),
             ),
             out,
@@ -282,6 +286,7 @@ class Experts:
                     *(order, self.key, rows, (ids, weights, tokens), own),
                     slots=cfg.slots,
                     saved_rows=self.engine.saved_rows.of_call(rows.shape[0], pieces),
+                    saved_columns=self.engine.cfg.w1_rows,
                     any_ids=caller.any_ids,
                     pieces=pieces,
                     main=[main.get(name) for name in call_checks.OWN] if main else [],
@@ -448,9 +453,9 @@ class Experts:
 
     @property
     def own_matrices(self) -> list[call_checks.Expected]:
-        """What w1 and w2 of a rank must be."""
-        w1, _, w2, _ = self._caller.expected[:4]
-        return [one for one in (w1, w2) if one is not None]
+        """What w1, w2 and w3 of a rank must be."""
+        w1, _, w2, _, w3 = self._caller.expected[: len(call_checks.WEIGHTS)]
+        return [one for one in (w1, w2, w3) if one is not None]
 
     def _start(
         self,

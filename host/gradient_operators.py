@@ -28,7 +28,7 @@ _NAMES = ("x", "topk_weights", *call_checks.WEIGHTS, *call_checks.ROUTER, *call_
 """What `moeos::backward` returns gradients of. Formats have none."""
 custom_op.library.define(
     f"record({custom_op.TENSORS}, {custom_op.HOW}, int slots, Tensor?[] main, "
-    "SymInt saved_rows=0) -> "
+    "SymInt saved_rows=0, int saved_columns=0) -> "
     "(Tensor out, Tensor topk_ids, Tensor topk_weights, Tensor tokens, Tensor saved)"
 )
 custom_op.library.define(
@@ -49,15 +49,17 @@ def call(
     *,
     slots: int,
     saved_rows: int,
+    saved_columns: int,
     any_ids: bool,
     pieces: int,
     main: Sequence[Tensor | None],
 ) -> Tensor:
     """The output of a call of rows x, as an operator. `routing`: topk_ids, topk_weights and tokens;
-    `slots`: of a token; `saved_rows`: of the engine's in this call; `main`: of its own tensors what
+    `slots`: of a token; `saved_rows`: of the engine's in this call, and `saved_columns` of each; `main`: of its own tensors what
     their gradients are added to in the backward, in place of a gradient.
     """
-    how = {"slots": slots, "saved_rows": saved_rows, "any_ids": any_ids, "pieces": pieces}
+    how = {"slots": slots, "saved_rows": saved_rows, "saved_columns": saved_columns}
+    how |= {"any_ids": any_ids, "pieces": pieces}
     y: Tensor = record(order, key, x, *routing, *own, main=main, **how)[0]
     return y
 
@@ -78,6 +80,7 @@ class _Asked(NamedTuple):
     slots: int
     main: Sequence[Tensor | None]
     saved_rows: int = 0
+    saved_columns: int = 0
     any_ids: bool = False
     pieces: int = 1
 
@@ -246,14 +249,12 @@ def _describe(
     """What tracing needs to know of a call."""
     asked = _Asked(**how)
     slots = (x.shape[0], asked.slots)
-    w1 = others[custom_op.ROUTING]
-    assert w1 is not None
     return (
         torch.empty_like(x),
         x.new_empty(slots, dtype=torch.int32),
         x.new_empty(slots, dtype=torch.float32),
         x.new_empty(2, dtype=torch.int64, device=_OF_COUNT),
-        x.new_empty((asked.saved_rows, w1.shape[1])),
+        x.new_empty((asked.saved_rows, asked.saved_columns)),
     )
 
 

@@ -104,6 +104,7 @@ def record(how: How, x: Tensor, weights: Tensor | None, own: Sequence[Any]) -> t
             b1=named["b1"],
             w2=named["w2"],
             b2=named["b2"],
+            w3=named["w3"],
             tokens=how.tokens,
             any_ids=how.any_ids,
             pieces=how.pieces,
@@ -285,6 +286,7 @@ def _experts(
             b1=named["b1"],
             w2=named["w2"],
             b2=named["b2"],
+            w3=named["w3"],
             tokens=kept.tokens,
             pieces=how.pieces,
             saved=kept.saved,
@@ -295,6 +297,7 @@ def _experts(
             d_b1=sums.get("b1"),
             d_w2=sums.get("w2"),
             d_b2=sums.get("b2"),
+            d_w3=sums.get("w3"),
             **of_slice._asdict(),
         )
     )

@@ -220,6 +220,12 @@ class MoELayer(nn.Module):
     ) -> None:
         super().__init__()
         agreement.require_config(cfg)
+        if cfg.gate_up != "concatenated" or cfg.transposed:
+            raise ValueError(
+                f"gate_up is {cfg.gate_up!r}, and transposed is {cfg.transposed}; a MoELayer makes "
+                "its own weights, gate rows, then up rows, each with an element for every input: "
+                "leave both fields out, or make moeos.Experts, whose calls take the caller's"
+            )
         agreement.require_placement(placement)
         agreement.require_world(world)
         require_workspace(workspace, world)
@@ -380,12 +386,13 @@ class MoELayer(nn.Module):
         assert order is not None
         if type(gate) is not Gate:
             gate = _require_gate(gate)
-        w1, b1, w2, b2, *others = map(own.get, self._names)
+        w1, b1, w2, b2, w3, *others = map(own.get, self._names)
         tensors = (
             w1,
             b1,
             w2,
             b2,
+            w3,
             gate._parameters.get("weight"),
             gate._buffers.get("selection_bias"),
             gate._parameters.get("bias"),
@@ -723,7 +730,7 @@ class MoELayer(nn.Module):
             self.gate = Gate(whole)
             self.w1: nn.Parameter
             self.w2: nn.Parameter
-            w1, b1, w2, b2 = map(_parameter_like, call_checks.expected_weights(cfg, local))
+            w1, b1, w2, b2, _ = map(_parameter_like, call_checks.expected_weights(cfg, local))
             assert w1 is not None  # as every layer has both
             assert w2 is not None
             self.w1, self.w2, self.b1, self.b2 = w1, w2, b1, b2

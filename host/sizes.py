@@ -16,7 +16,7 @@ import torch
 
 from moeos import _runtime
 from moeos.activations import Curve
-from moeos.config import GroupScore, MoEConfig, Scoring
+from moeos.config import GateUp, GroupScore, MoEConfig, Scoring
 from moeos.formats import (
     ACTIVATION_NAMES,
     FORMATS,
@@ -235,6 +235,8 @@ def _layer_shape(cfg: MoEConfig) -> dict[str, object]:
         "activation_format": _number_of(ACTIVATION_NAMES, cfg.activation_format),
         "shared_weight_format": _number_of(NAMES, cfg.shared_weight_format),
         "result_format": _number_of(ACTIVATION_NAMES, cfg.result_format),
+        "transposed": cfg.transposed,
+        "gate_up": get_args(GateUp).index(cfg.gate_up),
     }
 
 

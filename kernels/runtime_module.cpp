@@ -108,6 +108,7 @@ std::string text(RowMap value) { return "moeos::RowMap{" + text(to_python(value)
 std::string text(Curve value) { return "moeos::Curve{" + text(to_python(value)) + "}"; }
 std::string text(Scoring value) { return "moeos::Scoring{" + text(to_python(value)) + "}"; }
 std::string text(GroupScore value) { return "moeos::GroupScore{" + text(to_python(value)) + "}"; }
+std::string text(GateUp value) { return "moeos::GateUp{" + text(to_python(value)) + "}"; }
 std::string text(WeightFormat value) {
   return "moeos::WeightFormat{" + text(to_python(value)) + "}";
 }

@@ -28,8 +28,8 @@ class CallTensors(NamedTuple):
     expert_scale fp32 [R], or None; shared_w1 [n, 2Is or Is, H], shared_w2 [n, H, Is] and
     shared_gate [H], or None; topk_ids int32 or int64 [rows, k] and topk_weights of any floating
     point type [rows, k], of any strides, or None: without weights the gate weighs these ids, and
-    without either it chooses, too; w1 [X, 2I or I, H]; w2 [X, H, I]; b1 and b2 or None; with
-    cfg.weight_format w1 and w2 are its codes, and w1_scale, w2_scale, w1_scale_2 and w2_scale_2 its
+    without either it chooses, too; w1, w2, b1, b2 and w3, or None, as `call_checks.expected_weights`
+    has them; with cfg.weight_format w1 and w2 are its codes, and w1_scale, w2_scale, w1_scale_2 and w2_scale_2 its
     scales, or None, as `moeos.formats` has them, and with cfg.shared_weight_format the shared
     experts' likewise; x_scale, or None: with one x is e4m3 codes, and
     x_scale [rows, H / 128] theirs, fp32 or bytes that are exponents (E8M0); tokens int32 [1] or [],
@@ -66,6 +66,7 @@ class CallTensors(NamedTuple):
     shared_w1_scale_2: torch.Tensor | None = None
     shared_w2_scale_2: torch.Tensor | None = None
     x_scale: torch.Tensor | None = None
+    w3: torch.Tensor | None = None
 
 
 class GradientTensors(NamedTuple):
@@ -73,9 +74,9 @@ class GradientTensors(NamedTuple):
 
     x [rows, H] and d_out, the gradient of the output, in the layer's dtype; topk_ids int32
     [rows, k] and topk_weights fp32 [rows, k], as the forward call had them (-1 is an unused slot);
-    w1, b1, w2 and b2 as in `CallTensors`; tokens and pieces, the numbers; saved and of, as of
-    `Recording`. What is written: d_x, as x; d_topk_weights fp32 [rows, k]; and d_w1, d_b1, d_w2
-    and d_b2, of `Engine.room_for_sums`, or None.
+    w1, b1, w2, b2 and w3 as in `CallTensors`; tokens and pieces, the numbers; saved and of, as of
+    `Recording`. What is written: d_x, as x; d_topk_weights fp32 [rows, k]; and d_w1, d_b1, d_w2,
+    d_b2 and d_w3, each as its parameter and of `Engine.room_for_sums`, or None.
 
     Where slices are summed (`Slicing.sums`), d_out is of all tokens, and two more are fp32, or
     None: d_x_added [tokens, H], which is added to this slice's part of d_x; and d_shared [tokens],
@@ -102,6 +103,8 @@ class GradientTensors(NamedTuple):
     of: int = 0
     d_x_added: torch.Tensor | None = None
     d_shared: torch.Tensor | None = None
+    w3: torch.Tensor | None = None
+    d_w3: torch.Tensor | None = None
 
 
 class Recording(NamedTuple):

@@ -67,7 +67,7 @@ class CudaGradients:
         self._of_weights.unload()
 
 
-_OF_WEIGHTS = ("d_w1", "d_b1", "d_w2", "d_b2")
+_OF_WEIGHTS = ("d_w1", "d_b1", "d_w2", "d_b2", "d_w3")
 
 
 def wants_weights(piece: GradientTensors) -> bool:
@@ -81,10 +81,7 @@ def with_own_weights(piece: GradientTensors) -> GradientTensors:
     """
     dtype = piece.x.dtype
     return piece._replace(
-        d_w1=_empty_like(piece.d_w1, dtype),
-        d_b1=_empty_like(piece.d_b1, dtype),
-        d_w2=_empty_like(piece.d_w2, dtype),
-        d_b2=_empty_like(piece.d_b2, dtype),
+        **{name: _empty_like(getattr(piece, name), dtype) for name in _OF_WEIGHTS}
     )
 
 

@@ -153,7 +153,7 @@ def _state(tensor: Tensor) -> tuple[int, int]:
 def check(module: Any, cfg: MoEConfig, weights: Weights, where: str) -> None:
     """Raises for a parameter of another shape than the config has, by the module's name of it."""
     local = len(weights.w1)
-    w1, _, w2, _ = call_checks.expected_weights(cfg, local)
+    w1, _, w2, *_ = call_checks.expected_weights(cfg, local)
     scale_1, scale_2, *_ = call_checks.expected_scales(cfg, local)
     names = transformers_weights.names_of(module)[:2] + transformers_weights.scale_names_of(module)
     tensors = (weights.w1, weights.w2, weights.w1_scale, weights.w2_scale)

@@ -42,6 +42,8 @@ CONFIG = {
     "group_score": '"max"',
     "swiglu_limit": "7.0",
     "swiglu_clamp": '"after"',
+    "gate_up": '"interleaved"',
+    "transposed": "true",
     "swiglu_alpha": "1.702",
     "bias": "false",
     "router_bias": "true",

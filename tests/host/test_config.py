@@ -41,6 +41,8 @@ def test_defaults_are_those_of_the_documented_layer() -> None:
         "group_score": "top2_sum",
         "swiglu_limit": None,
         "swiglu_clamp": "before",
+        "gate_up": "concatenated",
+        "transposed": False,
         "swiglu_alpha": None,
         "bias": False,
         "routing": "layer",
@@ -138,6 +140,7 @@ def test_a_wrong_type_is_a_type_error_that_names_argument_and_value(name: str, v
         ("activation", "geglu_tan", "geglu_tanh"),
         ("scoring", "sqrt_softplus", "sqrtsoftplus"),
         ("swiglu_clamp", "behind", "before"),
+        ("gate_up", "interleave", "interleaved"),
         ("weight_format", "FP8", "fp8_block128"),
     ],
 )
@@ -225,6 +228,25 @@ def test_factors_must_be_finite_and_positive(name: str, value: float) -> None:
         (
             {"activation": "relu2", "swiglu_limit": 7.0},
             "swiglu_limit is 7.0; it must be None with activation 'relu2'",
+        ),
+        (
+            {"activation": "gelu", "gate_up": "interleaved"},
+            "gate_up is 'interleaved'; it must be 'concatenated' with activation 'gelu'",
+        ),
+        (
+            {"weight_format": "mxfp4", "transposed": True},
+            "transposed is True; it must be False with weight_format 'mxfp4', whose codes lie along"
+            " inputs",
+        ),
+        (
+            {"weight_format": "mxfp4", "gate_up": "separate"},
+            "gate_up is 'separate'; it must be 'concatenated' or 'interleaved' with weight_format "
+            "'mxfp4'",
+        ),
+        (
+            {"weight_format": "fp8_block128", "gate_up": "interleaved"},
+            "gate_up is 'interleaved'; it must be 'concatenated' with weight_format "
+            "'fp8_block128', whose scales belong to blocks",
         ),
         (
             {"swiglu_clamp": "after"},

@@ -433,6 +433,8 @@ CHANGES: dict[str, Callable[[], KernelShape]] = {
     "group_score": lambda: shape(experts=16, expert_groups=2, top_groups=1, group_score="max"),
     "swiglu_limit": lambda: shape(swiglu_limit=7.0),
     "swiglu_clamp": lambda: shape(swiglu_limit=7.0, swiglu_clamp="after"),
+    "gate_up": lambda: shape(gate_up="interleaved"),
+    "transposed": lambda: shape(transposed=True),
     "swiglu_alpha": lambda: shape(swiglu_alpha=1.5),
     "gated gelu": lambda: shape(activation="geglu_tanh"),
     "up_offset": lambda: shape(activation="swigluoai", swiglu_alpha=1.0),
