@@ -112,6 +112,9 @@ inline constexpr bool kSliced = kGeometry.sliced();
 inline constexpr bool kSumsGradients = kSliced && kGradients;
 static_assert(!kSliced || kShape.zero_experts == 0, "each slice would add the token itself");
 static_assert(!kSliced || !kCodedResults, "each slice would round its part of a result");
+/// Where the caller's matrices have gate rows and up rows, and whether a row belongs to an input.
+inline constexpr GateUp kGateUp = kShape.gate_up;
+inline constexpr bool kTransposed = kShape.transposed;
 /// How w1 and w2 lie in memory, and whether they are decoded on their way (stored_weights.cuh);
 /// and whether the shared experts' are.
 inline constexpr WeightFormat kFormat = kShape.weight_format;
