@@ -356,9 +356,8 @@ def test_gradients_are_added_to_a_main_grad_that_lies_as_its_parameter(
 ) -> None:
     dtype, of_main = dtypes
     cfg = dataclasses.replace(BASE, dtype=dtype, bias=True)
-    calls, how = calls_of(cfg, (20,)), How(main=of_main)
-    [found] = found_of(cfg, layout, calls, how._replace(compiled=compiled))
-    [plain] = found_of(cfg, PLAIN, calls, how)
+    calls, how = calls_of(cfg, (20,)), How(main=of_main, compiled=compiled)
+    [found], [plain] = found_of(cfg, layout, calls, how), found_of(cfg, PLAIN, calls, how)
     [right] = right_of(cfg, (20,), "spread")
     for name in drawn(cfg):
         assert torch.equal(found[name], plain[name])

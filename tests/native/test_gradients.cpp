@@ -44,7 +44,7 @@ bool run_world(u64 seed) {
   for (u32 p = 0; p < g.ranks(); ++p) {
     threads.emplace_back([&, p] {
       for (u32 c = 0; c < kCalls && failures[p].kind == FailureKind::none; ++c) {
-        const GradientOperands its = gradients_of(gradients[p][c], found[p]);
+        const GradientOperands its = gradients_of(world, gradients[p][c], found[p]);
         Operands operands = operands_of(world, experts, p, calls[p][c]);
         operands.gradients = &its;
         failures[p] = ranks[p]->forward(operands, calls[p][c].tokens, g.capacity);

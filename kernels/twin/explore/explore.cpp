@@ -264,7 +264,7 @@ class Run {
           Operands operands = operands_of(world_, experts_, p, call);
           GradientOperands its{};
           if (gradients_) {
-            its = gradients_of(call_gradients_[p][number], sums_[p]);
+            its = gradients_of(world_, call_gradients_[p][number], sums_[p]);
             operands.gradients = &its;
           }
           failures_[p] = ranks_[p]->forward(operands, call.tokens, world_.geometry.capacity);

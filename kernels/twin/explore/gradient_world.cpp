@@ -69,6 +69,15 @@ double add_pair(const RandomWorld& world, const Experts& experts, u32 expert, co
   return d_weight;
 }
 
+/// Of one rank's matrices, all rows of an MLP as they lie in the plain way.
+std::vector<float> plain(const MatrixLayout& layout, u32 halves, const std::vector<float>& lying) {
+  const u64 of_mlp = u64{halves} * layout.rows * layout.depth;
+  std::vector<float> values(lying.size());
+  for_each_element(layout, halves, static_cast<u32>(lying.size() / of_mlp),
+                   [&](u64 to, u64 from) { values[to] = lying[from]; });
+  return values;
+}
+
 }  // namespace
 
 void make_gradient_world(RandomWorld& world) {
@@ -121,7 +130,8 @@ WeightSums<double> no_sums(const Experts& experts) {
   return {std::vector<double>(experts.w1.size()), std::vector<double>(experts.w2.size())};
 }
 
-GradientOperands gradients_of(CallGradients& gradients, WeightSums<float>& sums) {
+GradientOperands gradients_of(const RandomWorld& world, CallGradients& gradients,
+                              WeightSums<float>& sums) {
   std::fill(gradients.d_topk_weights.begin(), gradients.d_topk_weights.end(), NAN);
   std::fill(gradients.d_shared.begin(), gradients.d_shared.end(), kOfShared);
   return {.d_out = gradients.d_out.data(),
@@ -130,6 +140,7 @@ GradientOperands gradients_of(CallGradients& gradients, WeightSums<float>& sums)
           .d_b1 = nullptr,
           .d_w2 = sums.w2.data(),
           .d_b2 = nullptr,
+          .d_w3 = ups_of(world.shape, sums.w1.data(), sums.w1.size()),
           .d_shared = gradients.d_shared.data()};
 }
 
@@ -184,8 +195,11 @@ double error_of_sums(const RandomWorld& world, const Experts& experts,
       const u32 holder = g.owner_of(place);
       const u32 local = place - g.first_expert(holder);
       const u32 rank = holder * slices_of(world) + expert / g.routed_experts();
-      add(&found[rank].w1[local * of_expert1], of_expert1, &sums.w1[expert * of_expert1]);
-      add(&found[rank].w2[local * of_expert2], of_expert2, &sums.w2[expert * of_expert2]);
+      const u32 halves = world.shape.gated() ? 2 : 1;
+      const std::vector<float> w1 = plain(w1_layout(world.shape), halves, found[rank].w1);
+      const std::vector<float> w2 = plain(w2_layout(world.shape), 1, found[rank].w2);
+      add(&w1[local * of_expert1], of_expert1, &sums.w1[expert * of_expert1]);
+      add(&w2[local * of_expert2], of_expert2, &sums.w2[expert * of_expert2]);
     }
   }
   return std::fmax(error_of(sums.w1.data(), right.w1.data(), sums.w1.size()),

@@ -33,7 +33,8 @@ WeightSums<double> no_sums(const Experts& experts);
 
 /// What a rank hands to TwinRank::forward beside its operands_of(); nothing of a call before is
 /// left in `gradients`.
-GradientOperands gradients_of(CallGradients& gradients, WeightSums<float>& sums);
+GradientOperands gradients_of(const RandomWorld& world, CallGradients& gradients,
+                              WeightSums<float>& sums);
 
 /// The error of one call's gradients of x and of weights of experts, which kErrorMost bounds: the
 /// largest difference by the largest of what is right, or by 1, as sums of large products cancel;

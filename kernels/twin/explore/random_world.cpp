@@ -227,6 +227,18 @@ std::vector<T> held(const RandomWorld& world, const std::vector<T>& all) {
   }
   return values;
 }
+/// What all ranks hold, as the shape has it on each of them.
+std::vector<float> lying(const RandomWorld& world, const MatrixLayout& layout, u32 halves,
+                         const std::vector<float>& plain) {
+  const u64 of_rank = plain.size() / world.geometry.ranks();
+  const u32 mlps = static_cast<u32>(of_rank / (u64{halves} * layout.rows * layout.depth));
+  std::vector<float> values(plain.size());
+  for (u64 first = 0; first < values.size(); first += of_rank) {
+    for_each_element(layout, halves, mlps,
+                     [&](u64 from, u64 to) { values[first + to] = plain[first + from]; });
+  }
+  return values;
+}
 Codes held(const RandomWorld& world, const Codes& all) {
   return {held(world, all.codes), held(world, all.scales), held(world, all.scales_2)};
 }
@@ -266,7 +278,9 @@ RandomWorld draw_world(Random& random, Extent extent) {
                            WeightFormat::plain,
                            ActivationFormat::plain,
                            WeightFormat::plain,
-                           ActivationFormat::plain};
+                           ActivationFormat::plain,
+                           false,
+                           GateUp::concatenated};
   g.row_map = draw(random, 0, 1) == 0 ? RowMap::ragged : RowMap::capacity;
   g.capacity = draw(random, 0, 2) == 0 ? draw(random, 1, g.max_tokens) : g.max_tokens;
   g.chunk_rows = small ? 4 * draw(random, 1, 3) : 32;
@@ -332,6 +346,11 @@ RandomWorld draw_world(Random& random, Extent extent) {
   g.in_place_tokens = draw(aside, 0, 3) == 0 ? 0 : Geometry::kInPlaceTokens;
   g.gathers_rows = draw(aside, 0, 1);
   g.between_pairs = g.in_place_tokens == 0 ? draw(aside, 0, 1) : 0;
+  if (world.shape.weight_format == WeightFormat::plain) {
+    world.shape.transposed = draw(aside, 0, 3) == 0;
+    world.shape.gate_up =
+        world.shape.gated() ? static_cast<GateUp>(draw(aside, 0, 2)) : GateUp::concatenated;
+  }
   return world;
 }
 
@@ -409,8 +428,8 @@ Experts draw_experts(Random& random, const RandomWorld& world) {
                      shape.shared_intermediate, drawn.shared_w2);
     }
   }
-  drawn.held_w1 = held(world, drawn.w1);
-  drawn.held_w2 = held(world, drawn.w2);
+  drawn.held_w1 = lying(world, w1_layout(shape), shape.gated() ? 2 : 1, held(world, drawn.w1));
+  drawn.held_w2 = lying(world, w2_layout(shape), 1, held(world, drawn.w2));
   return drawn;
 }
 
@@ -480,6 +499,7 @@ Operands operands_of(const RandomWorld& world, const Experts& experts, u32 rank,
                   .topk_weights = call.weights.data(),
                   .w1 = read(format, own(experts.held_w1), own(experts.held_w1_codes.codes)),
                   .w2 = read(format, own(experts.held_w2), own(experts.held_w2_codes.codes)),
+                  .w3 = ups_of(shape, own(experts.held_w1), experts.held_w1.size() / g.ranks()),
                   .w1_scale = own(experts.held_w1_codes.scales),
                   .w2_scale = own(experts.held_w2_codes.scales),
                   .w1_scale_2 = own(experts.held_w1_codes.scales_2),

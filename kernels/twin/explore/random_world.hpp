@@ -10,6 +10,7 @@
 #include "kernels/shape.hpp"
 #include "kernels/twin/explore/draw.hpp"
 #include "kernels/twin/forward.hpp"
+#include "kernels/twin/matrices.hpp"
 #include "kernels/twin/operands.hpp"
 #include "runtime/geometry.hpp"
 #include "runtime/layout.hpp"
@@ -61,6 +62,29 @@ struct Experts {
   Codes held_w1_codes, held_w2_codes, shared_w1_codes, shared_w2_codes;
 };
 Experts draw_experts(Random& random, const RandomWorld& world);
+
+/// Calls each(where it lies in the plain way, where it lies) with each element of so many MLPs'
+/// matrices. Up rows that are apart lie after all gate rows here, so that a vector has both.
+template <class Each>
+void for_each_element(const MatrixLayout& layout, u32 halves, u32 mlps, Each each) {
+  const u64 gates = u64{mlps} * layout.rows * layout.depth;
+  u64 plain = 0;
+  for (u32 mlp = 0; mlp < mlps; ++mlp) {
+    for (u32 half = 0; half < halves; ++half) {
+      u64 row = layout.first(mlp, half) + (half < layout.halves ? 0 : gates);
+      for (u32 n = 0; n < layout.rows; ++n, row += layout.row_step()) {
+        for (u32 k = 0; k < layout.depth; ++k) {
+          each(plain++, row + u64{k} * layout.column_step());
+        }
+      }
+    }
+  }
+}
+/// The up rows of a rank's w1, or of its gradient, if they are apart; else null.
+template <class Pointer>
+Pointer ups_of(const LayerShape& shape, Pointer w1, u64 size) {
+  return shape.gate_up == GateUp::separate ? w1 + size / 2 : nullptr;
+}
 
 /// One call of one rank.
 struct RankCall {
