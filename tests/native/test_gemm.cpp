@@ -275,29 +275,64 @@ void bits_depend_on_row_and_column_alone(const GemmKernels& kernels, Element ele
   }
 }
 
-// The same numbers, with each row's elements one below the other.
-void weights_that_lie_depth_first_give_the_same_bits(const GemmKernels& kernels, Element element) {
+// How weights lie: rows in lines, or elements of a row one below the other; of so many lines, and
+// of so many elements of a line, the last one; and from an element on elsewhere, where that is not
+// 0.
+struct Lying {
+  bool across;
+  unsigned lines, elements, rest_from;
+};
+
+// Weights from column `begin` to column `end`, in lines as long as those of all, and NaN in
+// between.
+Matrix lay(const Matrix& weight, const Lying& lying, unsigned begin, unsigned end) {
+  const unsigned depth = end - begin;
+  Matrix stored(weight.element(), (lying.across ? depth : weight.rows()) * lying.lines,
+                (lying.across ? weight.rows() : depth) * lying.elements,
+                16 + (lying.across ? 0 : (weight.columns() - depth) * lying.elements));
+  for (unsigned n = 0; n < weight.rows(); ++n)
+    for (unsigned k = 0; k < depth; ++k)
+      stored.set((lying.across ? k : n) * lying.lines + lying.lines - 1,
+                 (lying.across ? n : k) * lying.elements + lying.elements - 1,
+                 weight.get(n, begin + k));
+  return stored;
+}
+
+void weights_that_lie_otherwise_give_the_same_bits(const GemmKernels& kernels, Element element) {
   constexpr unsigned kRows = 24;
   constexpr unsigned kColumns = 72;
   for (const unsigned depth : {8u, 24u, 256u, 520u}) {
     Matrix rows(element, kRows, depth, 0);
     Matrix weight(element, kColumns, depth, 0);
-    Matrix across(element, depth, kColumns, 16);
     fill_reals(rows, depth);
     fill_reals(weight, depth + 1);
-    for (unsigned n = 0; n < kColumns; ++n)
-      for (unsigned k = 0; k < depth; ++k) across.set(k, n, weight.get(n, k));
-    Weights lying = across.weights();
-    std::swap(lying.stride, lying.step);
     const std::vector<float> panels = pack(kernels, rows, 0, kRows);
-    for (const unsigned first : {0u, 8u, 40u}) {
-      const unsigned columns = kColumns - first;
-      const Product expected = multiply(kernels, panels, weight, first, columns);
-      const Product product = multiply(kernels, panels, lying, depth, first, columns);
-      for (unsigned r = 0; r < kRows; ++r)
-        for (unsigned n = 0; n < columns; ++n)
-          require(same_bits(product.at(r, n), expected.at(r, n)),
-                  "weights that lie depth first give the bits of those that do not");
+    for (unsigned way = 0; way < 16; ++way) {
+      const unsigned middle = depth / 16 * 8 + 8;  // of 520 columns, within those of a slab
+      const Lying lying{way % 2 == 1, way / 2 % 2 + 1, way / 4 % 2 + 1, way / 8 * middle};
+      const unsigned end = lying.rest_from == 0 ? depth : std::min(lying.rest_from, depth);
+      const Matrix stored = lay(weight, lying, 0, end);
+      const Matrix rest = lay(weight, lying, end == depth ? 0 : end, depth);
+      const auto first_of = [&](const Matrix& matrix) {
+        return static_cast<const unsigned char*>(matrix.row(lying.lines - 1)) +
+               (lying.elements - 1) * matrix.element_bytes();
+      };
+      Weights weights{element, first_of(stored), stored.stride() * lying.lines};
+      weights.step = lying.elements;
+      if (lying.across) std::swap(weights.stride, weights.step);
+      if (end < depth) {
+        weights.rest = first_of(rest);
+        weights.rest_from = end;
+      }
+      for (const unsigned first : {0u, 8u, 40u}) {
+        const unsigned columns = kColumns - first;
+        const Product expected = multiply(kernels, panels, weight, first, columns);
+        const Product product = multiply(kernels, panels, weights, depth, first, columns);
+        for (unsigned r = 0; r < kRows; ++r)
+          for (unsigned n = 0; n < columns; ++n)
+            require(same_bits(product.at(r, n), expected.at(r, n)),
+                    "weights give the same bits however they lie");
+      }
     }
   }
 }
@@ -468,7 +503,7 @@ int main() {
       integers_are_multiplied_exactly(*kernels, element);
       reals_are_within_the_rounding_bound(*kernels, element);
       bits_depend_on_row_and_column_alone(*kernels, element);
-      weights_that_lie_depth_first_give_the_same_bits(*kernels, element);
+      weights_that_lie_otherwise_give_the_same_bits(*kernels, element);
       non_finite_values_stay_in_their_row_and_column(*kernels, element);
       codes_are_multiplied_as_the_weights_that_they_stand_for(*kernels, element);
     }
