@@ -84,6 +84,7 @@ class Rank:
         b1: int,
         w2: int,
         b2: int,
+        w3: int,
         w1_scale: int,
         w2_scale: int,
         w1_scale_2: int,
@@ -119,6 +120,7 @@ class Rank:
         b1: int,
         w2: int,
         b2: int,
+        w3: int,
         saved: int,
         saved_of_source: int,
         d_x: int,
@@ -127,6 +129,7 @@ class Rank:
         d_b1: int,
         d_w2: int,
         d_b2: int,
+        d_w3: int,
         d_x_added: int,
         d_shared: int,
     ) -> moeos._runtime.Failure: ...

@@ -335,6 +335,7 @@ class TwinEngine:
                 b1=_address(piece.b1),
                 w2=piece.w2.data_ptr(),
                 b2=_address(piece.b2) if self._slicing.adds_bias(self._world.rank) else 0,
+                w3=_address(piece.w3),
                 saved=shares[number].rows.data_ptr(),
                 saved_of_source=shares[number].of_source,
                 d_x=piece.d_x.data_ptr(),
@@ -343,6 +344,7 @@ class TwinEngine:
                 d_b1=_address(piece.d_b1),
                 d_w2=_address(piece.d_w2),
                 d_b2=_address(piece.d_b2),
+                d_w3=_address(piece.d_w3),
                 d_x_added=_address(piece.d_x_added),
                 d_shared=_address(piece.d_shared),
             )
@@ -482,6 +484,7 @@ class TwinEngine:
             b1=_address(tensors.b1),
             w2=tensors.w2.data_ptr(),
             b2=_address(tensors.b2) if self._slicing.adds_bias(self._world.rank) else 0,
+            w3=_address(tensors.w3),
             w1_scale=_address(tensors.w1_scale),
             w2_scale=_address(tensors.w2_scale),
             w1_scale_2=_address(tensors.w1_scale_2),

@@ -211,9 +211,9 @@ NB_MODULE(_twin, module) {
              std::uintptr_t gate, std::uintptr_t selection_bias, std::uintptr_t router_bias,
              std::uintptr_t expert_scale, std::uintptr_t topk_ids, std::uintptr_t topk_weights,
              std::uintptr_t w1, std::uintptr_t b1, std::uintptr_t w2, std::uintptr_t b2,
-             std::uintptr_t w1_scale, std::uintptr_t w2_scale, std::uintptr_t w1_scale_2,
-             std::uintptr_t w2_scale_2, std::uintptr_t shared_w1, std::uintptr_t shared_w2,
-             std::uintptr_t shared_gate, std::uintptr_t shared_w1_scale,
+             std::uintptr_t w3, std::uintptr_t w1_scale, std::uintptr_t w2_scale,
+             std::uintptr_t w1_scale_2, std::uintptr_t w2_scale_2, std::uintptr_t shared_w1,
+             std::uintptr_t shared_w2, std::uintptr_t shared_gate, std::uintptr_t shared_w1_scale,
              std::uintptr_t shared_w2_scale, std::uintptr_t shared_w1_scale_2,
              std::uintptr_t shared_w2_scale_2, std::uintptr_t out, std::uintptr_t chosen_ids,
              std::uintptr_t chosen_weights, std::uintptr_t saved, u32 saved_of_source,
@@ -231,6 +231,7 @@ NB_MODULE(_twin, module) {
                                     reinterpret_cast<const void*>(b1),
                                     reinterpret_cast<const void*>(w2),
                                     reinterpret_cast<const void*>(b2),
+                                    reinterpret_cast<const void*>(w3),
                                     reinterpret_cast<const void*>(w1_scale),
                                     reinterpret_cast<const void*>(w2_scale),
                                     reinterpret_cast<const float*>(w1_scale_2),
@@ -252,7 +253,7 @@ NB_MODULE(_twin, module) {
           },
           nb::kw_only(), "records"_a, "identity"_a, "inputs"_a, "bfloat16"_a, "tokens"_a,
           "pair_limit"_a, "x"_a, "x_scale"_a, "gate"_a, "selection_bias"_a, "router_bias"_a,
-          "expert_scale"_a, "topk_ids"_a, "topk_weights"_a, "w1"_a, "b1"_a, "w2"_a, "b2"_a,
+          "expert_scale"_a, "topk_ids"_a, "topk_weights"_a, "w1"_a, "b1"_a, "w2"_a, "b2"_a, "w3"_a,
           "w1_scale"_a, "w2_scale"_a, "w1_scale_2"_a, "w2_scale_2"_a, "shared_w1"_a, "shared_w2"_a,
           "shared_gate"_a, "shared_w1_scale"_a, "shared_w2_scale"_a, "shared_w1_scale_2"_a,
           "shared_w2_scale_2"_a, "out"_a, "chosen_ids"_a, "chosen_weights"_a, "saved"_a,
@@ -262,18 +263,17 @@ NB_MODULE(_twin, module) {
           [](TwinRank& self, TwinRecords& records, u32 identity, u32 inputs, bool bfloat16,
              u32 tokens, u32 pair_limit, std::uintptr_t x, std::uintptr_t d_out,
              std::uintptr_t topk_ids, std::uintptr_t topk_weights, std::uintptr_t w1,
-             std::uintptr_t b1, std::uintptr_t w2, std::uintptr_t b2, std::uintptr_t saved,
-             u32 saved_of_source, std::uintptr_t d_x, std::uintptr_t d_topk_weights,
-             std::uintptr_t d_w1, std::uintptr_t d_b1, std::uintptr_t d_w2, std::uintptr_t d_b2,
+             std::uintptr_t b1, std::uintptr_t w2, std::uintptr_t b2, std::uintptr_t w3,
+             std::uintptr_t saved, u32 saved_of_source, std::uintptr_t d_x,
+             std::uintptr_t d_topk_weights, std::uintptr_t d_w1, std::uintptr_t d_b1,
+             std::uintptr_t d_w2, std::uintptr_t d_b2, std::uintptr_t d_w3,
              std::uintptr_t d_x_added, std::uintptr_t d_shared) {
-            const GradientOperands gradients{reinterpret_cast<const void*>(d_out),
-                                             reinterpret_cast<float*>(d_topk_weights),
-                                             reinterpret_cast<float*>(d_w1),
-                                             reinterpret_cast<float*>(d_b1),
-                                             reinterpret_cast<float*>(d_w2),
-                                             reinterpret_cast<float*>(d_b2),
-                                             reinterpret_cast<const float*>(d_x_added),
-                                             reinterpret_cast<float*>(d_shared)};
+            const GradientOperands gradients{
+                reinterpret_cast<const void*>(d_out), reinterpret_cast<float*>(d_topk_weights),
+                reinterpret_cast<float*>(d_w1),       reinterpret_cast<float*>(d_b1),
+                reinterpret_cast<float*>(d_w2),       reinterpret_cast<float*>(d_b2),
+                reinterpret_cast<float*>(d_w3),       reinterpret_cast<const float*>(d_x_added),
+                reinterpret_cast<float*>(d_shared)};
             Operands operands{};
             operands.element = bfloat16 ? Element::kBfloat16 : Element::kFloat32;
             operands.x = reinterpret_cast<const void*>(x);
@@ -283,6 +283,7 @@ NB_MODULE(_twin, module) {
             operands.b1 = reinterpret_cast<const void*>(b1);
             operands.w2 = reinterpret_cast<const void*>(w2);
             operands.b2 = reinterpret_cast<const void*>(b2);
+            operands.w3 = reinterpret_cast<const void*>(w3);
             operands.out = reinterpret_cast<void*>(d_x);
             operands.saved = reinterpret_cast<void*>(saved);
             operands.saved_of_source = saved_of_source;
@@ -291,8 +292,8 @@ NB_MODULE(_twin, module) {
           },
           nb::kw_only(), "records"_a, "identity"_a, "inputs"_a, "bfloat16"_a, "tokens"_a,
           "pair_limit"_a, "x"_a, "d_out"_a, "topk_ids"_a, "topk_weights"_a, "w1"_a, "b1"_a, "w2"_a,
-          "b2"_a, "saved"_a, "saved_of_source"_a, "d_x"_a, "d_topk_weights"_a, "d_w1"_a, "d_b1"_a,
-          "d_w2"_a, "d_b2"_a, "d_x_added"_a, "d_shared"_a)
+          "b2"_a, "w3"_a, "saved"_a, "saved_of_source"_a, "d_x"_a, "d_topk_weights"_a, "d_w1"_a,
+          "d_b1"_a, "d_w2"_a, "d_b2"_a, "d_w3"_a, "d_x_added"_a, "d_shared"_a)
       .def("abort", &TwinRank::abort, nb::call_guard<nb::gil_scoped_release>(),
            "interrupted"_a = false)
       .def("failure", &TwinRank::failure)

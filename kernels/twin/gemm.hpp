@@ -39,19 +39,23 @@ constexpr std::size_t panel_floats(unsigned depth) { return std::size_t{kPanelRo
 void pack_rows(Element element, const void* first_row, std::size_t row_stride_bytes, unsigned rows,
                unsigned depth, float* panel);
 
-/// A matrix of weights, as it is stored: row n starts at element n * stride of `data`. With
-/// `depth_first` it is stored the other way: element k of row n is element k * stride + n.
+/// A matrix of weights, as it is stored: element k of row n is element n * stride + k * step of
+/// `data`. Where there is a `rest`, that has the elements from `rest_from` on: element k of row n
+/// is element n * stride + (k - rest_from) * step of it.
 ///
-/// Rows of codes are contiguous: `stride` is how long they are. Their weight is code * scale *
-/// scale_2 in fp32, multiplied in this order, and then rounded to `element`.
+/// Rows of codes are contiguous. Their weight is code * scale * scale_2 in fp32, multiplied in this
+/// order, and then rounded to `element`.
 struct Weights {
   Element element;
   const void* data;
   std::size_t stride;
   WeightFormat format = WeightFormat::plain;
-  const void* scales = nullptr;  // [scale_rows][scales_of_row], of the whole matrix
+  const void* scales = nullptr;  // of the first row; [scale_rows][scales_of_row] of all
   float scale_2 = 1.0F;          // where the format has it
-  bool depth_first = false;      // of plain weights
+  unsigned apart = 1;    // of codes: the lengths of a row in `stride`; scales lie as far apart
+  std::size_t step = 1;  // of plain weights, as the next ones
+  const void* rest = nullptr;
+  unsigned rest_from = 0;  // a multiple of 8
 };
 
 /// out[r][n] = sum over k < depth of rows[r][k] * weights[first_row + n][k].

@@ -11,7 +11,8 @@
 // gemm.hpp includes, such as formats.hpp, was compiled before the choice.
 //
 // Vectors run along rows: a panel [depth][8] gives the rows of one k in one load, and weights are
-// broadcast one by one. So weights are read along k. Those that are stored so are not transposed.
+// broadcast one by one. So weights are read along k. fp32 ones that lie so are read where they are;
+// others are first made so, a slab at a time.
 // A tile of panels x columns of sums stays in registers over kDepthBlock steps of k, then is
 // transposed and added to `out`.
 #pragma once
@@ -197,33 +198,56 @@ struct Slab {
   std::size_t stride;
 };
 
+template <typename Storage>
+const Storage* first_of(const Weights& weights, unsigned n, unsigned k) {
+  return static_cast<const Storage*>(weights.data) + n * weights.stride + k * weights.step;
+}
+
 // The weights of a slab as float: where they are, or in `buffer`. Its first is row n, column k.
 Slab widen_floats(const Weights& weights, unsigned n, unsigned k, unsigned, unsigned, float*) {
-  return {static_cast<const float*>(weights.data) + n * weights.stride + k, weights.stride};
+  return {first_of<float>(weights, n, k), weights.stride};
 }
-Slab widen_bfloat16(const Weights& weights, unsigned n, unsigned k, unsigned columns,
-                    unsigned depth, float* buffer) {
-  const auto* const first = static_cast<const std::uint16_t*>(weights.data);
+// Of rows whose elements are neighbours.
+template <typename Storage>
+Slab widen_along(const Weights& weights, unsigned n, unsigned k, unsigned columns, unsigned depth,
+                 float* buffer) {
+  const Storage* const first = first_of<Storage>(weights, n, k);
   for (unsigned c = 0; c < columns; ++c) {
-    const std::uint16_t* const row = first + (n + c) * weights.stride + k;
+    const Storage* const row = first + c * weights.stride;
 #pragma GCC unroll 8
     for (unsigned i = 0; i < depth; i += 4) store(buffer + c * kDepthBlock + i, widen(row + i));
   }
   return {buffer, kDepthBlock};
 }
-// Of a matrix that is stored with its depth first.
+// Where elements of neighbouring rows are neighbours.
 template <typename Storage>
 Slab widen_across(const Weights& weights, unsigned n, unsigned k, unsigned columns, unsigned depth,
                   float* buffer) {
-  const auto* const first = static_cast<const Storage*>(weights.data) + k * weights.stride + n;
+  const Storage* const first = first_of<Storage>(weights, n, k);
   for (unsigned i = 0; i < depth; i += 4)
     for (unsigned c = 0; c < columns; c += 4) {
       Float4 block[4];
 #pragma GCC unroll 4
-      for (unsigned j = 0; j < 4; ++j) block[j] = widen(first + (i + j) * weights.stride + c);
+      for (unsigned j = 0; j < 4; ++j) block[j] = widen(first + (i + j) * weights.step + c);
       transpose(block);
 #pragma GCC unroll 4
       for (unsigned j = 0; j < 4; ++j) store(buffer + (c + j) * kDepthBlock + i, block[j]);
+    }
+  return {buffer, kDepthBlock};
+}
+
+// Where no elements are.
+template <typename Storage>
+Slab widen_apart(const Weights& weights, unsigned n, unsigned k, unsigned columns, unsigned depth,
+                 float* buffer) {
+  const Storage* const first = first_of<Storage>(weights, n, k);
+  for (unsigned i = 0; i < depth; ++i)
+    for (unsigned c = 0; c < columns; ++c) {
+      const Storage weight = first[c * weights.stride + i * weights.step];
+      if constexpr (sizeof(Storage) == sizeof(float))
+        buffer[c * kDepthBlock + i] = weight;
+      else
+        buffer[c * kDepthBlock + i] = bf16(weight);
     }
   return {buffer, kDepthBlock};
 }
@@ -248,9 +272,9 @@ template <void (*kNumbers)(const std::uint8_t*, unsigned, float*)>
 Slab widen_codes(const Weights& weights, unsigned n, unsigned k, unsigned columns, unsigned depth,
                  float* buffer) {
   const auto* const codes = static_cast<const std::uint8_t*>(weights.data);
-  const unsigned stride = static_cast<unsigned>(weights.stride);
-  const unsigned span = scale_columns(weights.format, stride);
-  const unsigned scales = scales_of_row(weights.format, stride);
+  const unsigned length = static_cast<unsigned>(weights.stride) / weights.apart;
+  const unsigned span = scale_columns(weights.format, length);
+  const unsigned scales = scales_of_row(weights.format, length) * weights.apart;
   for (unsigned c = 0; c < columns; ++c) {
     float* const to = buffer + c * kDepthBlock;
     kNumbers(codes + ((n + c) * weights.stride + k) * code_bits(weights.format) / 8, depth, to);
@@ -278,12 +302,19 @@ void numbers_of_halves(const std::uint8_t* codes, unsigned count, float* to) {
   }
 }
 
+template <typename Storage>
+decltype(&widen_floats) widen_plain(const Weights& weights) {
+  return weights.step == 1     ? widen_along<Storage>
+         : weights.stride == 1 ? widen_across<Storage>
+                               : widen_apart<Storage>;
+}
+
 decltype(&widen_floats) widen_of(const Weights& weights) {
-  const bool floats = weights.element == Element::kFloat32;
   switch (weights.format) {
     case WeightFormat::plain:
-      if (weights.depth_first) return floats ? widen_across<float> : widen_across<std::uint16_t>;
-      return floats ? widen_floats : widen_bfloat16;
+      if (weights.element == Element::kBfloat16) return widen_plain<std::uint16_t>(weights);
+      return weights.step == 1 && weights.rest == nullptr ? widen_floats
+                                                          : widen_plain<float>(weights);
     case WeightFormat::mxfp4:
     case WeightFormat::nvfp4:
       return widen_codes<numbers_of_halves<e2m1>>;
@@ -298,12 +329,21 @@ void multiply(const float* panels, unsigned panel_count, unsigned depth, const W
               unsigned first_row, unsigned columns, float* out, std::size_t out_stride) {
   alignas(64) float buffer[kSlabColumns * kDepthBlock];
   const auto widen_slab = widen_of(weights);
+  Weights rest = weights;
+  rest.data = weights.rest;
+  const unsigned rest_from = weights.rest == nullptr ? depth : weights.rest_from;
   const std::size_t panel_stride = panel_floats(depth);
   for (unsigned n = 0; n < columns; n += kSlabColumns) {
     const unsigned slab_columns = columns - n < kSlabColumns ? columns - n : kSlabColumns;
     for (unsigned k = 0; k < depth; k += kDepthBlock) {
       const unsigned slab_depth = depth - k < kDepthBlock ? depth - k : kDepthBlock;
-      const Slab slab = widen_slab(weights, first_row + n, k, slab_columns, slab_depth, buffer);
+      const unsigned left = k < rest_from ? rest_from - k : 0;
+      const unsigned before = left < slab_depth ? left : slab_depth;
+      Slab slab = {buffer, kDepthBlock};
+      if (before > 0) slab = widen_slab(weights, first_row + n, k, slab_columns, before, buffer);
+      if (before < slab_depth)
+        widen_slab(rest, first_row + n, k + before - rest_from, slab_columns, slab_depth - before,
+                   buffer + before);
       for (unsigned panel = 0; panel < panel_count; panel += kTilePanels)
         compute_tiles<kTilePanels>(
             panel_count - panel, panels + panel * panel_stride + std::size_t{k} * kPanelRows,

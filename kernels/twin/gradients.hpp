@@ -22,6 +22,7 @@
 #include "kernels/twin/element.hpp"
 #include "kernels/twin/gemm.hpp"
 #include "kernels/twin/gradient_rows.hpp"
+#include "kernels/twin/matrices.hpp"
 #include "kernels/twin/operands.hpp"
 #include "kernels/twin/route.hpp"
 #include "kernels/twin/saved_rows.hpp"
@@ -47,6 +48,8 @@ class GradientKernels {
         operands_(operands),
         gradients_(*operands.gradients),
         rows_(rank.geometry(), shape, operands.element),
+        w1_{operands.element, w1_layout(shape), operands.w1, operands.w3},
+        w2_{operands.element, w2_layout(shape), operands.w2},
         kept_(kept),
         places_(places),
         scratch_(scratch),
@@ -109,15 +112,14 @@ class GradientKernels {
     const u32 width = product0_columns(shape_);
     const u32 first = part * width;
     const u32 columns = minimum(width, shape_.intermediate - first);
-    const u32 blocks = shape_.gated() ? 3 : 2;  // gate, up, dA
-    const u32 stride = blocks * width;
+    const u32 stride = (halves() + 1) * width;  // gate, up, dA
     const u32 panels = task.padded_rows / kPanelRows;
     float* results = more_.results.get();
     if (!saved_.has_all(task)) {
       make_hidden(task, first, columns, results, stride);
     }
     saved_.for_each(task, [&](const u8* saved, u32 row) {
-      for (u32 half = 0; half < blocks - 1; ++half) {
+      for (u32 half = 0; half < halves(); ++half) {
         const ConstElements values(operands_.element, saved);
         float* to = results + std::size_t{row} * stride + std::size_t{half} * width;
         for (u32 n = 0; n < columns; ++n) {
@@ -126,8 +128,8 @@ class GradientKernels {
       }
     });
     pack_sent(task, rows_.d_out_at());
-    multiply(more_.panels.get(), panels, shape_.hidden, w2_of(task), first, columns,
-             results + std::size_t{blocks - 1} * width, stride);
+    multiply(more_.panels.get(), panels, shape_.hidden, w2_.columns(task.local_expert, 1), first,
+             columns, results + std::size_t{halves()} * width, stride);
     for (u32 row = 0; row < task.padded_rows; ++row) {
       derive(task, row, part, results + std::size_t{row} * stride, first, columns);
     }
@@ -147,8 +149,9 @@ class GradientKernels {
                 rows_.kept_bytes(), kPanelRows, rows_.w1_rows,
                 &more_.panels[row / kPanelRows * panel_floats(rows_.w1_rows)]);
     }
-    multiply(more_.panels.get(), task.padded_rows / kPanelRows, rows_.w1_rows, w1_of(task, true),
-             first, columns, more_.results.get(), kPlainColumns);
+    multiply(more_.panels.get(), task.padded_rows / kPanelRows, rows_.w1_rows,
+             w1_.columns(task.local_expert, halves()), first, columns, more_.results.get(),
+             kPlainColumns);
     for_each_row(task, [&](const Segment& segment, u32 i, u32 row) {
       u8* destination =
           outgoing_results(rank_, task, segment) + u64{i} * rank_.geometry().row_bytes;
@@ -253,20 +256,7 @@ class GradientKernels {
 
   u8* kept_row(u32 row) const { return kept_ + u64{row} * rows_.kept_bytes(); }
 
-  Weights w1_of(const Task& task, bool depth_first) const {
-    const ConstElements w1(operands_.element, operands_.w1);
-    return {.element = operands_.element,
-            .data = w1.at(u64{task.local_expert} * rows_.w1_rows * shape_.hidden),
-            .stride = shape_.hidden,
-            .depth_first = depth_first};
-  }
-  Weights w2_of(const Task& task) const {
-    const ConstElements w2(operands_.element, operands_.w2);
-    return {.element = operands_.element,
-            .data = w2.at(u64{task.local_expert} * shape_.hidden * shape_.intermediate),
-            .stride = shape_.intermediate,
-            .depth_first = true};
-  }
+  u32 halves() const { return shape_.gated() ? 2 : 1; }
 
   /// Calls found(segment, row of the segment, row of the tile) for each row that counts.
   template <typename Found>
@@ -300,19 +290,13 @@ class GradientKernels {
   /// h of a tile's rows, gate and up, of some columns.
   void make_hidden(const Task& task, u32 first, u32 columns, float* results, u32 stride) {
     const u32 width = product0_columns(shape_);
-    const ConstElements b1(operands_.element, operands_.b1);
     pack_sent(task, 0);
-    for (u32 half = 0; half < (shape_.gated() ? 2U : 1U); ++half) {
-      const u32 row_of_weights = half * shape_.intermediate + first;
-      const u64 bias = u64{task.local_expert} * rows_.w1_rows + row_of_weights;
+    for (u32 half = 0; half < halves(); ++half) {
       float* to = results + std::size_t{half} * width;
-      multiply(more_.panels.get(), task.padded_rows / kPanelRows, shape_.hidden, w1_of(task, false),
-               row_of_weights, columns, to, stride);
-      for (u32 row = 0; b1 && row < task.padded_rows; ++row) {
-        for (u32 n = 0; n < columns; ++n) {
-          to[std::size_t{row} * stride + n] += b1[bias + n];
-        }
-      }
+      multiply(more_.panels.get(), task.padded_rows / kPanelRows, shape_.hidden,
+               w1_.rows(task.local_expert, half), first, columns, to, stride);
+      add_bias(ConstElements(operands_.element, operands_.b1), b1_layout(shape_), task.local_expert,
+               half, first, columns, task.padded_rows, to, stride);
     }
   }
 
@@ -387,6 +371,8 @@ class GradientKernels {
   const Operands& operands_;
   const GradientOperands& gradients_;
   GradientRows rows_;
+  Matrices w1_;
+  Matrices w2_;
   u8* kept_;
   u32* places_;
   Scratch& scratch_;

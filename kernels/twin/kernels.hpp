@@ -12,6 +12,7 @@
 #include "kernels/twin/coded_rows.hpp"
 #include "kernels/twin/element.hpp"
 #include "kernels/twin/gemm.hpp"
+#include "kernels/twin/matrices.hpp"
 #include "kernels/twin/operands.hpp"
 #include "kernels/twin/route.hpp"
 #include "kernels/twin/saved_rows.hpp"
@@ -104,27 +105,15 @@ class TwinKernels {
     }
     const u32 first = part % parts * width;
     const u32 columns = minimum(width, mlps.values - first);
-    const u64 weight_row = u64{mlps.first + nth} * shape_.w1_rows_of(mlps.values) + first;
-    const u32 matrix = (mlps.first + nth) * (shape_.gated() ? 2 : 1);
+    const u32 halves = shape_.gated() ? 2 : 1;
+    const u32 stride = halves * width;
     float* results = scratch_.results.get();
-    const u32 stride = shape_.gated() ? 2 * width : width;
-    multiply(scratch_.panels.get(), panels, shape_.hidden,
-             weights_of(mlps.w1, matrix, mlps.values, shape_.hidden), first, columns, results,
-             stride);
-    if (shape_.gated()) {  // the up rows lie below all gate rows in the checkpoint's own layout
-      multiply(scratch_.panels.get(), panels, shape_.hidden,
-               weights_of(mlps.w1, matrix + 1, mlps.values, shape_.hidden), first, columns,
-               results + width, stride);
-    }
-    const ConstElements b1(element, mlps.b1);
-    for (u32 row = 0; b1 && row < task.padded_rows; ++row) {
-      float* values = results + std::size_t{row} * stride;
-      for (u32 n = 0; n < columns; ++n) {
-        values[n] += b1[weight_row + n];
-        if (shape_.gated()) {
-          values[width + n] += b1[weight_row + mlps.values + n];
-        }
-      }
+    for (u32 half = 0; half < halves; ++half) {
+      float* to = results + std::size_t{half} * width;
+      multiply(scratch_.panels.get(), panels, shape_.hidden, mlps.w1.rows(mlps.first + nth, half),
+               first, columns, to, stride);
+      add_bias(ConstElements(element, mlps.b1), b1_layout(shape_), mlps.first, half, first, columns,
+               task.padded_rows, to, stride);
     }
     if (!is_shared(rank_.geometry(), task)) {
       saved_.for_each(task, [&](u8* saved, u32 row) {
@@ -241,29 +230,6 @@ class TwinKernels {
  private:
   static_assert(kPanelRows == Geometry::kSegmentAlign, "a segment fills whole panels");
 
-  /// Of experts, or of shared ones: end to end, a gated w1 being two, gate and up.
-  struct Matrices {
-    Element element;  // numbers are this, or, of codes, are rounded to it
-    const void* data;
-    WeightFormat format = WeightFormat::plain;
-    const void* scales = nullptr;
-    const float* scales_2 = nullptr;
-  };
-  Weights weights_of(const Matrices& all, u32 matrix, u32 rows, u32 depth) const {
-    const WeightFormat format = all.format;
-    const u64 first = u64{matrix} * rows * depth;
-    if (format == WeightFormat::plain) {
-      return {all.element, ConstElements(all.element, all.data).at(first), depth};
-    }
-    const u64 scales = u64{matrix} * scale_rows(format, rows) * scales_of_row(format, depth);
-    return {all.element,
-            static_cast<const u8*>(all.data) + first * code_bits(format) / 8,
-            depth,
-            format,
-            static_cast<const u8*>(all.scales) + scales * scale_bytes(format),
-            all.scales_2 == nullptr ? 1.0F : all.scales_2[matrix]};
-  }
-
   /// What a tile's rows pass: an expert, or all shared experts, of which each has its own columns
   /// of the rows between, and whose results are added up.
   struct Mlps {
@@ -283,15 +249,26 @@ class TwinKernels {
   Mlps mlps_of(const Task& task) const {
     if (is_shared(rank_.geometry(), task)) {
       const WeightFormat format = shape_.shared_weight_format;
-      return {{operands_.element, operands_.shared_w1, format, operands_.shared_w1_scale,
+      const u32 values = shape_.shared_intermediate;
+      return {{operands_.element,
+               {values, shape_.hidden, shape_.gated() ? 2U : 1U},
+               operands_.shared_w1,
+               nullptr,
+               format,
+               operands_.shared_w1_scale,
                operands_.shared_w1_scale_2},
               nullptr,
-              {operands_.element, operands_.shared_w2, format, operands_.shared_w2_scale,
+              {operands_.element,
+               {shape_.hidden, values, 1},
+               operands_.shared_w2,
+               nullptr,
+               format,
+               operands_.shared_w2_scale,
                operands_.shared_w2_scale_2},
               nullptr,
               0,
               shape_.shared_experts,
-              shape_.shared_intermediate,
+              values,
               rank_.geometry().shared_between_at(),
               rank_.geometry().shared_bytes,
               false,
@@ -301,9 +278,11 @@ class TwinKernels {
     const WeightFormat format = shape_.weight_format;
     // What is multiplied by codes is code times scale, and no more.
     const Element element = shape_.codes_rows() ? Element::kFloat32 : operands_.element;
-    return {{element, operands_.w1, format, operands_.w1_scale, operands_.w1_scale_2},
+    return {{element, w1_layout(shape_), operands_.w1, operands_.w3, format, operands_.w1_scale,
+             operands_.w1_scale_2},
             operands_.b1,
-            {element, operands_.w2, format, operands_.w2_scale, operands_.w2_scale_2},
+            {element, w2_layout(shape_), operands_.w2, nullptr, format, operands_.w2_scale,
+             operands_.w2_scale_2},
             operands_.b2,
             task.local_expert,
             1,
@@ -329,8 +308,7 @@ class TwinKernels {
       }
     }
     multiply(scratch_.panels.get(), task.padded_rows / kPanelRows, mlps.values,
-             weights_of(mlps.w2, mlps.first + nth, shape_.hidden, mlps.values), first, columns,
-             sums, stride);
+             mlps.w2.rows(mlps.first + nth, 0), first, columns, sums, stride);
   }
 
   /// The weight of each token's shared result, from the packed rows of its tile.

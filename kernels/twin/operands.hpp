@@ -17,10 +17,11 @@ namespace moeos::twin {
 struct GradientOperands {
   const void* d_out;      // [S, H]: the gradient of the output, in the storage type
   float* d_topk_weights;  // [S, k]: is written
-  float* d_w1;            // [X, 2I or I, H]: is added to, as the next ones; null: nobody asks
-  float* d_b1;            // [X, 2I or I]
-  float* d_w2;            // [X, H, I]
-  float* d_b2;            // [X, H]
+  float* d_w1;            // as w1: is added to, as the next ones; null: nobody asks
+  float* d_b1;            // as b1
+  float* d_w2;
+  float* d_b2;
+  float* d_w3 = nullptr;
   const float* d_x_added = nullptr;  // [S, H]: what else is added to the gradient of x; or null
   float* d_shared = nullptr;  // [S]: this slice's gradients of what weighs the shared experts, of
                               // which it becomes the sum over slices; or null
@@ -37,10 +38,11 @@ struct Operands {
   const float* expert_scale;    // [R], fp32
   const i32* topk_ids;          // [S, k]: experts that the caller chose, -1 unused; else null
   const float* topk_weights;    // [S, k], with topk_ids; null: the gate weighs these experts
-  const void* w1;               // [X, 2I or I, H], plain or codes, as w2
-  const void* b1;               // [X, 2I or I]
-  const void* w2;               // [X, H, I]
+  const void* w1;               // as w1_layout, plain or codes, as w2
+  const void* b1;               // as b1_layout
+  const void* w2;               // as w2_layout
   const void* b2;               // [X, H]
+  const void* w3;               // as w1, up rows, where they are apart; else null
   const void* w1_scale;         // of codes: [X, 1 or 2, scale_rows, scales_of_row], of gate and up
   const void* w2_scale;         // [X, scale_rows, scales_of_row]
   const float* w1_scale_2;      // [X, 1 or 2], where the format has it

@@ -17,6 +17,7 @@
 #include "kernels/twin/element.hpp"
 #include "kernels/twin/gemm.hpp"
 #include "kernels/twin/gradient_rows.hpp"
+#include "kernels/twin/matrices.hpp"
 #include "kernels/twin/operands.hpp"
 #include "runtime/platform/twin/platform.hpp"
 #include "runtime/rank.hpp"
@@ -29,6 +30,7 @@ class WeightGradients {
   WeightGradients(const Rank<Machine>& rank, const LayerShape& shape, const Operands& operands,
                   const u8* kept, const u32* places, GradientScratch& scratch)
       : rank_(rank),
+        shape_(shape),
         element_(operands.element),
         gradients_(*operands.gradients),
         rows_(rank.geometry(), shape, operands.element),
@@ -40,30 +42,38 @@ class WeightGradients {
   void add(u32 worker, u32 workers) {
     const Geometry& geometry = rank_.geometry();
     const u32 experts = geometry.first_expert(rank_.rank + 1) - geometry.first_expert(rank_.rank);
-    const Product first{rows_.d_hidden_at(), rows_.w1_rows, 0, rows_.hidden};
-    const Product second{rows_.d_out_at(), rows_.hidden, rows_.values_at(), rows_.intermediate};
+    float* const ups = shape_.gate_up == GateUp::separate ? gradients_.d_w3 : gradients_.d_w1;
+    const Product first{rows_.d_hidden_at(),
+                        rows_.w1_rows,
+                        0,
+                        rows_.hidden,
+                        {w1_layout(shape_), gradients_.d_w1, ups},
+                        {b1_layout(shape_), gradients_.d_b1, gradients_.d_b1}};
+    const Product second{rows_.d_out_at(),
+                         rows_.hidden,
+                         rows_.values_at(),
+                         rows_.intermediate,
+                         {w2_layout(shape_), gradients_.d_w2, nullptr},
+                         {{rows_.hidden, 1, 1}, gradients_.d_b2, nullptr}};
     u32 number = 0;
     for (u32 expert = 0; expert < experts; ++expert) {
       find_rows(expert);
-      add_product(first, at(gradients_.d_w1, expert, first.left * first.right),
-                  at(gradients_.d_b1, expert, first.left), worker, workers, number);
-      add_product(second, at(gradients_.d_w2, expert, second.left * second.right),
-                  at(gradients_.d_b2, expert, second.left), worker, workers, number);
+      add_product(first, expert, worker, workers, number);
+      add_product(second, expert, worker, workers, number);
     }
   }
 
  private:
-  /// Of two parts of a kept row: where they begin, and how many columns they have.
+  /// Of two parts of a kept row: where they begin, how many columns they have, and where their
+  /// product and the sum of the left one are added.
   struct Product {
     u32 left_at;
     u32 left;
     u32 right_at;
     u32 right;
+    Sums gradient;
+    Sums bias;
   };
-
-  static float* at(float* all, u32 expert, u64 each) {
-    return all == nullptr ? nullptr : all + expert * each;
-  }
 
   void find_rows(u32 expert) {
     scratch_.rows.clear();
@@ -76,20 +86,19 @@ class WeightGradients {
     }
   }
 
-  void add_product(const Product& product, float* gradient, float* bias, u32 worker, u32 workers,
-                   u32& number) {
+  void add_product(const Product& product, u32 expert, u32 worker, u32 workers, u32& number) {
     constexpr u32 kLeft = GradientScratch::kLeft;
     constexpr u32 kRight = GradientScratch::kRight;
     for (u32 left = 0; left < product.left; left += kLeft) {
       for (u32 right = 0; right < product.right; right += kRight) {
         if (number++ % workers == worker) {
-          add_tile(product, left, right, gradient, right == 0 ? bias : nullptr);
+          add_tile(product, expert, left, right);
         }
       }
     }
   }
 
-  void add_tile(const Product& product, u32 left, u32 right, float* gradient, float* bias) {
+  void add_tile(const Product& product, u32 expert, u32 left, u32 right) {
     const u32 left_columns = minimum(GradientScratch::kLeft, product.left - left);
     const u32 right_columns = minimum(GradientScratch::kRight, product.right - right);
     constexpr u32 kStride = GradientScratch::kRight;
@@ -99,18 +108,18 @@ class WeightGradients {
       const u32 depth = align_up(count, kGemmGranule);
       const u32* rows = &scratch_.rows[first];
       pack_left(rows, count, depth, product.left_at + left * rows_.size, left_columns);
-      if (bias != nullptr) {
-        add_bias(depth, left_columns, bias + left);
+      if (right == 0 && product.bias.asked()) {
+        add_bias(product.bias, expert, left, left_columns, depth);
       }
-      if (gradient == nullptr) {
+      if (!product.gradient.asked()) {
         continue;
       }
       pack_right(rows, count, depth, product.right_at + right * rows_.size, right_columns);
       multiply(scratch_.left.get(), left_columns / kPanelRows, depth,
                {.element = Element::kFloat32,
                 .data = scratch_.right.get(),
-                .stride = kStride,
-                .depth_first = true},
+                .stride = 1,
+                .step = kStride},
                0, right_columns, scratch_.products.get(), kStride);
       for (u32 m = 0; m < left_columns; ++m) {
         float* sums = &scratch_.sums[std::size_t{m} * kStride];
@@ -120,10 +129,12 @@ class WeightGradients {
         }
       }
     }
-    for (u32 m = 0; gradient != nullptr && all > 0 && m < left_columns; ++m) {
-      float* to = gradient + u64{left + m} * product.right + right;
-      for (u32 n = 0; n < right_columns; ++n) {
-        to[n] += scratch_.sums[std::size_t{m} * kStride + n];
+    for (u32 m = 0; all > 0 && m < left_columns; ++m) {
+      if (float* const row = product.gradient.row(expert, left + m); row != nullptr) {
+        const u64 step = product.gradient.layout.column_step();
+        for (u32 n = 0; n < right_columns; ++n) {
+          row[(right + n) * step] += scratch_.sums[std::size_t{m} * kStride + n];
+        }
       }
     }
   }
@@ -155,18 +166,19 @@ class WeightGradients {
     }
   }
 
-  void add_bias(u32 depth, u32 columns, float* bias) {
+  void add_bias(const Sums& bias, u32 expert, u32 left, u32 columns, u32 depth) {
     for (u32 m = 0; m < columns; ++m) {
       const float* column = &scratch_.left[m / kPanelRows * panel_floats(depth) + m % kPanelRows];
       float sum = 0.0F;
       for (u32 k = 0; k < depth; ++k) {
         sum += column[std::size_t{k} * kPanelRows];
       }
-      bias[m] += sum;
+      *bias.row(expert, left + m) += sum;
     }
   }
 
   const Rank<Machine>& rank_;
+  const LayerShape& shape_;
   Element element_;
   const GradientOperands& gradients_;
   GradientRows rows_;

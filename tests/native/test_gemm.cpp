@@ -288,7 +288,7 @@ void weights_that_lie_depth_first_give_the_same_bits(const GemmKernels& kernels,
     for (unsigned n = 0; n < kColumns; ++n)
       for (unsigned k = 0; k < depth; ++k) across.set(k, n, weight.get(n, k));
     Weights lying = across.weights();
-    lying.depth_first = true;
+    std::swap(lying.stride, lying.step);
     const std::vector<float> panels = pack(kernels, rows, 0, kRows);
     for (const unsigned first : {0u, 8u, 40u}) {
       const unsigned columns = kColumns - first;
