@@ -614,11 +614,23 @@ def test_ranks_that_a_plan_of_tensor_parallelism_gives_slices_answer_as_one_does
 def test_ranks_that_share_the_experts_have_the_gradients_of_one(
     rows: int, how: str, tmp_path: Path
 ) -> None:
+    check_gradients_of_ranks("qwen3_moe", rows, how, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("how", ["equal batches", "batches of their own"])
+def test_ranks_that_share_transposed_interleaved_experts_have_the_gradients_of_one(
+    how: str, tmp_path: Path
+) -> None:
+    check_gradients_of_ranks("gpt_oss", 4, how, tmp_path)
+
+
+def check_gradients_of_ranks(name: str, rows: int, how: str, folder: Path) -> None:
     """A batch that all have, or of which each has a part: then FSDP takes the mean."""
     distinct = how == "batches of their own"
     ranks = 2
-    model, ids = tiny("qwen3_moe", num_hidden_layers=2, **PARALLEL), prompt(rows * ranks)
-    model.save_pretrained(tmp_path)
+    model, ids = tiny(name, num_hidden_layers=2, **PARALLEL), prompt(rows * ranks)
+    model.save_pretrained(folder)
     cls = type(model)
     model.requires_grad_(True)(input_ids=ids, labels=ids).loss.backward()
     sizes = {"fsdp_size" if distinct else "tp_size": ranks}
@@ -630,7 +642,7 @@ def test_ranks_that_share_the_experts_have_the_gradients_of_one(
         adapter.register(max_tokens=MAX_TOKENS, deadline=60.0)
         config = DistributedConfig(ep_implementation="moeos", **sizes)
         alone = {"experts_implementation": "moeos"} if how == "slices" else {}
-        made = cls.from_pretrained(tmp_path, distributed_config=config, **alone)
+        made = cls.from_pretrained(folder, distributed_config=config, **alone)
         model = made.requires_grad_(True)
         mine = ids[rank * rows : (rank + 1) * rows] if distinct else ids
         model(input_ids=mine, labels=mine).loss.backward()
@@ -645,9 +657,9 @@ def test_ranks_that_share_the_experts_have_the_gradients_of_one(
 
     for found in in_processes(live, ranks, 120.0):
         assert isinstance(found, dict), found
-        for name, weight in model.named_parameters():
-            gradient = torch.from_numpy(found[name])
-            assert reference.relative_error(gradient, weight.grad) <= LIMIT, name
+        for key, weight in model.named_parameters():
+            gradient = torch.from_numpy(found[key])
+            assert reference.relative_error(gradient, weight.grad) <= LIMIT, key
 
 
 def test_slices_that_cannot_be_computed_are_refused_by_name_and_remedy(tmp_path: Path) -> None:
