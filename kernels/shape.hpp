@@ -31,8 +31,8 @@ inline constexpr float kSoftplusLinear = 17.0F;
 /// Of its experts' selection scores: the sum of the two best (DeepSeek-V3), the best (DeepSeek-V2).
 enum class GroupScore : u32 { top2_sum = 0, max = 1 };
 
-/// Where an expert's gate rows and up rows lie: all gate rows of w1, then all up rows; gate row i and
-/// up row i as rows 2i and 2i + 1 of w1; or gate rows in w1, and up rows in w3.
+/// Where an expert's gate rows and up rows lie: all gate rows of w1, then all up rows; gate row i
+/// and up row i as rows 2i and 2i + 1 of w1; or gate rows in w1, and up rows in w3.
 enum class GateUp : u32 { concatenated = 0, interleaved = 1, separate = 2 };
 
 struct LayerShape {

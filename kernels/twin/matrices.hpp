@@ -13,7 +13,8 @@ namespace moeos::twin {
 
 /// A tensor of the matrices of MLPs, end to end, of which each has `halves` of so many rows: gate
 /// rows and up rows, or one. Element k of row n of a half is element first(mlp, half) + n *
-/// row_step() + k * column_step(). A bias has rows of one element, and so have scales of rows.
+/// row_step() + k * column_step(). Where up rows are apart, either tensor has one half, whichever
+/// is asked for. A bias has rows of one element.
 struct MatrixLayout {
   u32 rows;  // of a half
   u32 depth;
