@@ -38,6 +38,8 @@ struct RankTensors {
   const u8* d_out;
   u8 *d_x, *d_topk_weights, *d_w1, *d_w2, *d_b1, *d_b2, *d_x_added, *d_shared;
   u8* saved;
+  const u8* w3;
+  u8* d_w3;
   u64 experts;
   u64 saved_of_source;
   u64 rows;
@@ -69,11 +71,21 @@ TensorMap rows_map_of(const u8* base, u64 rows, const Product& product, u32 box_
 WeightMaps maps_of(const Product& first, const Product& second, u64 mlps, bool stored, bool decoded,
                    const u8* w1, const u8* w2) {
   const auto map = [&](const u8* base, const Product& product, u32 box_rows, u32 deep = 1) {
-    const u64 rows = mlps * weight_rows(product);
+    if (kTransposed) {
+      const bool apart = kGateUp == GateUp::separate && product.activated;
+      TensorMap made = map_of(base, mlps * product.depth,
+                              apart ? product.columns : weight_rows(product), kTileDepth);
+      made.sizes[0] = product.depth;
+      return made;
+    }
+    const bool own = kUpMaps && product.activated;
+    const u64 rows = mlps * (own ? product.columns : weight_rows(product));
     const u64 bytes = u64{product.depth} * code_bits(kFormat) / 8;
+    const u64 apart = own && kGateUp == GateUp::interleaved ? 2 : 1;  // rows of one kind
     return stored ? map_of(base, rows, bytes, box_rows, 1,
-                           decoded ? deep * kCodeBytes : kCodedRowBytes)
-                  : map_of(base, rows, product.depth, box_rows);
+                           decoded ? deep * kCodeBytes : kCodedRowBytes, apart * bytes)
+                  : map_of(base, rows, product.depth, box_rows, 2, kSwizzleBytes,
+                           apart * product.depth * 2);
   };
   const u32 box_rows = MOEOS_PLANTED(weight_boxes_end_beyond_the_matrix) ? 128 : kWeightBoxRows;
   const u32 deep = kWeightsInRegisters ? kDeepDepth : 1;
@@ -103,6 +115,13 @@ RankArguments rank_arguments_of(const RankTensors& t, u8* const* peers, u32 rank
   }
   a.experts = maps_of(kFirst, kSecond, experts, kFormat != WeightFormat::plain, kDecodesExperts,
                       t.w1, t.w2);
+  if (kUpMaps) {
+    const u64 row_bytes =
+        u64{kFirst.depth} * (kFormat == WeightFormat::plain ? 16 : code_bits(kFormat)) / 8;
+    const u8* const ups = kGateUp == GateUp::separate ? t.w3 : t.w1 + row_bytes;
+    a.ups = maps_of(kFirst, kSecond, experts, kFormat != WeightFormat::plain, kDecodesExperts, ups,
+                    t.w2);
+  }
   if (kShares) {
     a.shared = maps_of(kSharedFirst, kSharedSecond, kSharedFirst.mlps, kDecodesShared,
                        kDecodesShared, t.shared_w1, t.shared_w2);

@@ -81,6 +81,14 @@ inline void load_weights(const TensorMap& map, void* destination, Barrier& barri
   });
 }
 
+/// Of a map whose sizes[0] is the rows of each matrix: what lies beyond a matrix is zeros.
+inline void load_transposed(const TensorMap& map, void* destination, Barrier& barrier, u32 matrix,
+                            u32 row, u32 column, CachePolicy) {
+  const auto of_matrix = static_cast<u32>(map.sizes[0]);
+  load_rows(map, destination, barrier, 0, column,
+            [=](u32 r) { return row + r < of_matrix ? matrix * of_matrix + row + r : ~0U; });
+}
+
 inline void load_bytes(const void* source, void* destination, u32 bytes, Barrier& barrier) {
   emulator::later([source, destination, bytes, &barrier] {
     std::memcpy(destination, source, bytes);
