@@ -161,8 +161,8 @@ class MoEConfig:
             share of each source's; of a call in pieces, each piece. None: 1.25 times the rows that
             the rank gets where routing is even and all ranks pass as many tokens. What comes beyond
             is computed again.
-        gate_up: how the caller's tensors hold the gate and up rows of a gated activation, in a call of
-            `moeos.Experts`; I gate rows and I up rows of each expert. "concatenated": w1 has all
+        gate_up: how the caller's tensors hold the I gate rows and I up rows of an expert with a
+            gated activation, in a call of `moeos.Experts`. "concatenated": w1 has all
             gate rows, then all up rows. "interleaved": w1 has gate row 0, up row 0, gate row 1 and
             so on (gpt-oss), and so have b1 and scales that belong to rows. "separate": w1 has the
             gate rows, and w3 the up rows (torchtitan). A `MoELayer` has "concatenated" alone.

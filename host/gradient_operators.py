@@ -55,8 +55,9 @@ def call(
     main: Sequence[Tensor | None],
 ) -> Tensor:
     """The output of a call of rows x, as an operator. `routing`: topk_ids, topk_weights and tokens;
-    `slots`: of a token; `saved_rows`: of the engine's in this call, and `saved_columns` of each; `main`: of its own tensors what
-    their gradients are added to in the backward, in place of a gradient.
+    `slots`: of a token; `saved_rows`: of the engine's in this call, and `saved_columns` of each;
+    `main`: of its own tensors what their gradients are added to in the backward, in place of a
+    gradient.
     """
     how = {"slots": slots, "saved_rows": saved_rows, "saved_columns": saved_columns}
     how |= {"any_ids": any_ids, "pieces": pieces}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from moeos import MoEConfig
@@ -20,7 +21,7 @@ LAYOUTS = [
 def interleaved(rows: Tensor) -> Tensor:
     """[X, 2I, ...] gate rows, then up rows -> gate row 0, up row 0, gate row 1 and so on."""
     gates, ups = rows.chunk(2, dim=1)
-    both: Tensor = gates.new_empty(rows.shape) if rows.is_meta else rows.clone()
+    both = rows.clone()
     both[:, 0::2], both[:, 1::2] = gates, ups
     return both
 
@@ -46,4 +47,20 @@ def laid_out(cfg: MoEConfig, plain: Mapping[str, Tensor | None]) -> dict[str, Te
             one = found.get(name)
             if one is not None:
                 found[name] = one.transpose(1, 2).contiguous()
+    return found
+
+
+def plain_of(cfg: MoEConfig, laid: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of `laid_out`."""
+    found = dict(laid)
+    if cfg.transposed:
+        for name in ("w1", "w2", "w3"):
+            if name in found:
+                found[name] = found[name].transpose(1, 2).contiguous()
+    if cfg.gate_up == "separate":
+        found["w1"] = torch.cat([found["w1"], found.pop("w3")], dim=1)
+    elif cfg.gate_up == "interleaved":
+        for name in ("w1", "b1"):
+            if name in found:
+                found[name] = torch.cat([found[name][:, 0::2], found[name][:, 1::2]], dim=1)
     return found

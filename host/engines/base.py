@@ -35,8 +35,9 @@ class CallTensors(NamedTuple):
     e4m3 codes, and x_scale [rows, H / 128] theirs, fp32 or bytes that are exponents (E8M0);
     tokens int32 [1] or [], S, or None: S is the number of rows; any_ids: an id that is no expert is
     an unused slot, else -1 alone is one and others end the call; pieces: the number of
-    collective calls that it is cut into, equal on all ranks, each of `max_tokens` rows until there are no more
-    (`moeos.engines.pieces`). Values are not checked: the machine that can look at them does.
+    collective calls that it is cut into, equal on all ranks, each of `max_tokens` rows until there
+    are no more (`moeos.engines.pieces`). Values are not checked: the machine that can look at them
+    does.
     """
 
     x: torch.Tensor

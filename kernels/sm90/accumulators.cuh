@@ -29,6 +29,10 @@ inline u32 natural_column(u32 i) { return i / 4 * 8 + Machine::lane() % 4 * 2; }
 /// Of those of this kernel.
 inline u32 column_in_part(u32 i) { return kTransposed ? natural_column(i) : ordered_column(i); }
 
+/// The first of the accumulators of a hidden unit's gate and up value, where a part has these by
+/// turns: as many units further as accumulator `i` is columns further, were all of them gates.
+constexpr u32 pair_at(u32 i) { return 2 * i - i % 4; }
+
 /// The row, of those in a box of weights, that lies at a place: load_weights in tma.cuh.
 inline u32 ordered_row(u32 place) {
   const u32 within = place % kOrderedRows;

@@ -34,4 +34,15 @@ inline uint4 eight_of_halves(u32 (&words)[4]) {
       permute_bytes(words[0], words[1], kHigh), permute_bytes(words[2], words[3], kHigh));
 }
 
+/// Its inverse, of eight columns: words that have columns l and l + 4 of four eights.
+inline void halves_of_eight(u32 (&words)[4], const uint4& eight) {
+  constexpr u32 kLow = 0x5410U;
+  constexpr u32 kHigh = 0x7632U;
+  words[0] = permute_bytes(eight.x, eight.z, kLow);
+  words[1] = permute_bytes(eight.x, eight.z, kHigh);
+  words[2] = permute_bytes(eight.y, eight.w, kLow);
+  words[3] = permute_bytes(eight.y, eight.w, kHigh);
+  eight_columns(words);
+}
+
 }  // namespace moeos::sm90

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from moeos import MoEConfig
 from tests.emulator.emulated import EmulatedLayer, build
+from tests.emulator.test_gradients import PROCESSORS, draw, made
+from tests.emulator.test_gradients import check as check_gradients
 from tests.layers import assert_matches, config, draw_call, draw_given_call, draw_weights
 from tests.nightly import all_but
 from tests.weight_layouts import LAYOUTS
@@ -31,6 +33,7 @@ SHAPES: dict[str, tuple[dict[str, Any], int]] = {
 }
 """Of a config, what is not usual, and its ranks."""
 OTHERS = [layout for layout in LAYOUTS if layout != ("concatenated", False)]
+NO_GATE = ("concatenated", True)
 BY_DAY = [("small experts, biases", ("interleaved", True))]
 
 
@@ -70,6 +73,55 @@ def test_outputs_have_the_bits_of_the_plain_layout(
     sizes = {"dtype": torch.bfloat16, "max_tokens": 200} | changes
     cfg = config(**sizes, gate_up=layout[0], transposed=layout[1])
     check(cfg, ranks, tmp_path)
+
+
+GRADIENTS: dict[str, dict[str, Any]] = {
+    "parts of a tile, biases": {"hidden": 96, "intermediate": 72, "bias": True},
+    "several parts, clamped": {
+        **{"hidden": 264, "intermediate": 200, "activation": "swigluoai"},
+        **{"swiglu_limit": 0.5, "bias": True},
+    },
+    "no gate": {"hidden": 64, "intermediate": 72, "activation": "relu2"},
+}
+
+
+@pytest.mark.parametrize("saves", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    all_but(
+        [], [(s, one) for s in GRADIENTS for one in OTHERS if s != "no gate" or one == NO_GATE]
+    ),
+)
+def test_gradients_have_the_bits_of_the_plain_layout(
+    shape: str, layout: tuple[Any, bool], saves: bool, tmp_path: Path
+) -> None:
+    sizes = {"dtype": torch.bfloat16, "max_tokens": 200} | GRADIENTS[shape]
+    plain = config(**sizes, save="preactivation" if saves else "nothing")
+    cfg = dataclasses.replace(plain, gate_up=layout[0], transposed=layout[1])
+    ranks = 1 if saves else 2
+    found: list[list[dict[str, Tensor]]] = []
+    for number, one in enumerate((plain, cfg)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        emulated = made(one, ranks, folder, saves=saves)
+        calls = draw(one, [130, 3][:ranks], 5)
+        if saves:
+            (folder / "forward").mkdir()
+            library = build(one, 1, PROCESSORS, folder / "forward", saves=True)
+            forward = EmulatedLayer(library, emulated._weights, 1, patience=PATIENCE)
+            rows = 2 * 130
+            forward.saved = [torch.full((rows, one.w1_rows), torch.nan, dtype=one.dtype)]
+            forward.saved_of_source = rows
+            forward(calls, 3)
+            emulated.saved, emulated.saved_of_source = forward.saved, rows
+        check_gradients(emulated, calls, 7)
+        found.append(emulated.gradients(calls, 7))
+    for ours, right in zip(found[1], found[0], strict=True):
+        assert ours.keys() == right.keys()
+        for name, gradient in right.items():
+            # Transposed weights have the depth of dX, and a thread's columns of h, in another order.
+            if not (cfg.transposed and name in ("x", "topk_weights")):
+                assert torch.equal(ours[name], gradient), name
 
 
 @pytest.mark.nightly
