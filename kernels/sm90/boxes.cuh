@@ -19,6 +19,7 @@ namespace moeos::sm90 {
 struct Box {
   const TensorMap* map = nullptr;
   bool of_weights = false;
+  u32 matrix = 0;  // of transposed weights
   u32 row = 0;
   u32 column = 0;  // in the first step
   u32 place = 0;   // of its destination, bytes from the begin of the stage
@@ -88,7 +89,11 @@ inline void fill_stages(const Steps& steps, u32 bytes, const Box& box, Loader& l
     u8* to = reinterpret_cast<u8*>(&loader.stage()) + box.place;
     const auto [row, column] = place_at(step);
     if (box.of_weights) {
-      load_weights(*box.map, to, loader.full(), row, column, box.policy);
+      if constexpr (kTransposed && !kGradients) {
+        load_transposed(*box.map, to, loader.full(), box.matrix, row, column, box.policy);
+      } else {
+        load_weights(*box.map, to, loader.full(), row, column, box.policy);
+      }
     } else if (box.map != nullptr) {
       load_box(*box.map, to, loader.full(), row, column);
     }

@@ -14,8 +14,14 @@ namespace moeos::sm90 {
 template <u32 kRegisters>
 inline void multiply(float (&d)[kRegisters], const u8* rows, const u8* columns, u32 k) {
   constexpr u32 kInstructionBytes = 32;  // 16 elements
-  multiply_accumulate<MOEOS_FLOAT16>(d, matrix_descriptor(rows + k * kInstructionBytes),
-                                     matrix_descriptor(columns + k * kInstructionBytes));
+  const u64 of_rows = matrix_descriptor(rows + k * kInstructionBytes);
+  if constexpr (kTransposed) {
+    multiply_accumulate<MOEOS_FLOAT16, Major::depth, Major::columns>(
+        d, of_rows, columns_descriptor(columns + k * kDepthStepBytes));
+  } else {
+    multiply_accumulate<MOEOS_FLOAT16>(d, of_rows,
+                                       matrix_descriptor(columns + k * kInstructionBytes));
+  }
 }
 
 /// What prepares operands that land as they are multiplied.

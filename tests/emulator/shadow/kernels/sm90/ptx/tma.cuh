@@ -18,7 +18,8 @@ struct alignas(64) TensorMap {
   u32 element_bytes;
   u32 box_bytes;  // of a row in a box, the swizzle's width
   u64 row_bytes;  // from one row to the next
-  // Of a map by which boxes are stored, each dimension but the columns:
+  // Of a map by which boxes are stored, each dimension but the columns; of transposed weights, how
+  // many matrices there are, of `rows` rows each:
   u64 sizes[4];
   u64 strides[4];  // in rows
   u32 box[4];
@@ -78,6 +79,28 @@ inline void load_weights(const TensorMap& map, void* destination, Barrier& barri
   load_rows(map, destination, barrier, row, column, [](u32 r) {
     const u32 within = r % kOrderedRows;
     return r - within + within / 2 % 4 * 8 + within / 8 * 2 + within % 2;
+  });
+}
+
+inline void load_transposed(const TensorMap& map, void* destination, Barrier& barrier, u32 matrix,
+                            u32 row, u32 column, CachePolicy) {
+  if (map.base == nullptr || matrix >= map.sizes[0]) {
+    emulator::stop("loads transposed weights that are not there");
+  }
+  emulator::later([&map, to = static_cast<u8*>(destination), &barrier, matrix, row, column] {
+    const u64 bytes = map.element_bytes;
+    for (u32 r = 0; r < map.box_rows; ++r) {
+      for (u32 c = 0; c < map.box_bytes / bytes; ++c) {
+        u8* place = swizzled(to + r * map.box_bytes + c * bytes, map.box_bytes);
+        const u64 from = (matrix * map.rows + row + r) * map.row_bytes + (column + c) * bytes;
+        if (row + r < map.rows && column + c < map.columns) {
+          std::memcpy(place, map.base + from, bytes);
+        } else {
+          std::memset(place, 0, bytes);
+        }
+      }
+    }
+    barrier.complete(map.box_rows * map.box_bytes);
   });
 }
 
