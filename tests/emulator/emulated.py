@@ -59,7 +59,19 @@ _LAYER_OPTIONS = ("-Og", *_OPTIONS)
 _COMPILING_GPU = threading.Lock()
 _FIELDS = (
     *("heap", "control", "tables", "records", "intermediate", "host_failure"),
-    *("x", "gate", "w1", "w2", "b1", "b2", "w1_scale", "w2_scale", "w1_scale_2", "w2_scale_2"),
+    *(
+        "x",
+        "gate",
+        "w1",
+        "w2",
+        "w3",
+        "b1",
+        "b2",
+        "w1_scale",
+        "w2_scale",
+        "w1_scale_2",
+        "w2_scale_2",
+    ),
     *("selection_bias", "router_bias", "expert_scale"),
     *("shared_w1", "shared_w2", "shared_gate", "shared_w1_scale", "shared_w2_scale"),
     *("shared_w1_scale_2", "shared_w2_scale_2", "ids", "weights", "token_count", "x_scale", "out"),
@@ -354,6 +366,7 @@ class EmulatedLayer:
             "token_count": None,
             "out": out,
             "saved": self.saved[rank],
+            **in_layout(w),
             **self._of_gradients(rank, call),
         }
         record: list[int] = []
