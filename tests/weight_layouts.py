@@ -1,66 +1,76 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights in every layout that `MoEConfig.gate_up` and `transposed` name. Holds no test."""
+"""Weights as a caller's tensors may hold them: where gate rows and up rows lie, and whether a row
+belongs to an input.
+
+Holds no test. `Weights` are always plain, so that the reference knows of no layout.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from moeos import MoEConfig
+from moeos.config import GateUp
+from tests.layers import Weights
 
-LAYOUTS = [
+LAYOUTS: tuple[tuple[GateUp, bool], ...] = tuple(
     (gate_up, transposed)
+    for gate_up in get_args(GateUp)
     for transposed in (False, True)
-    for gate_up in ("concatenated", "interleaved", "separate")
-]
-"""gate_up and transposed."""
+    if transposed or gate_up != "concatenated"
+)
+"""`gate_up` and `transposed` of a config, without the plain layout's."""
 
 
-def interleaved(rows: Tensor) -> Tensor:
-    """[X, 2I, ...] gate rows, then up rows -> gate row 0, up row 0, gate row 1 and so on."""
-    gates, ups = rows.chunk(2, dim=1)
-    both = rows.clone()
-    both[:, 0::2], both[:, 1::2] = gates, ups
-    return both
+def with_layout(weights: Weights, gate_up: GateUp, transposed: bool) -> Weights:
+    """The same weights, for kernels that read them in another layout."""
+    cfg = dataclasses.replace(weights.cfg, gate_up=gate_up, transposed=transposed)
+    return dataclasses.replace(weights, cfg=cfg)
 
 
-def laid_out(cfg: MoEConfig, plain: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """A call's tensors, by name, in the layout of a config: of w1, w2, b1 and scales that are [X,
-    2I, ...] with gate rows, then up rows, and an element for every input.
-    """
-    found = dict(plain)
-    w1, w2 = plain["w1"], plain["w2"]
-    assert w1 is not None
-    assert w2 is not None
-    rows = w1.shape[1]
-    if cfg.gate_up == "interleaved":
-        for name in ("w1", "b1", "w1_scale"):
-            one = plain.get(name)
-            if one is not None and one.shape[1] == rows:
-                found[name] = interleaved(one)
-    elif cfg.gate_up == "separate":
-        found["w1"], found["w3"] = (half.contiguous() for half in w1.chunk(2, dim=1))
-    if cfg.transposed:
-        for name in ("w1", "w2", "w3"):
-            one = found.get(name)
-            if one is not None:
-                found[name] = one.transpose(1, 2).contiguous()
-    return found
+def in_layout(weights: Weights) -> dict[str, Tensor | None]:
+    """The tensors of a call of `moeos.Experts` that its config's layout moves."""
+    cfg = weights.cfg
+    w1, w3 = weights.w1, None
+    if cfg.gate_up == "separate":
+        w1, w3 = w1.chunk(2, 1)
+    moved = {
+        "w1": interleave(cfg, w1),
+        "w2": weights.w2,
+        "w3": w3,
+        "b1": interleave(cfg, weights.b1),
+        "w1_scale": interleave(cfg, weights.w1_scale),
+    }
+    for name in ("w1", "w2", "w3"):
+        tensor = moved[name]
+        if tensor is not None:
+            moved[name] = (tensor.mT if cfg.transposed else tensor).contiguous()
+    return moved
 
 
-def plain_of(cfg: MoEConfig, laid: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of `laid_out`."""
-    found = dict(laid)
+def interleave(cfg: MoEConfig, rows: Tensor | None) -> Tensor | None:
+    """[X, 2I, ...] of gate rows, then up rows: by turns, where the config says so."""
+    if rows is None or cfg.gate_up != "interleaved":
+        return rows
+    return torch.stack(rows.chunk(2, 1), 2).flatten(1, 2)
+
+
+def plain_of(cfg: MoEConfig, moved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What `in_layout` was given: of weights, or of their gradients."""
+    found = dict(moved)
     if cfg.transposed:
         for name in ("w1", "w2", "w3"):
             if name in found:
-                found[name] = found[name].transpose(1, 2).contiguous()
+                found[name] = found[name].mT.contiguous()
     if cfg.gate_up == "separate":
-        found["w1"] = torch.cat([found["w1"], found.pop("w3")], dim=1)
+        found["w1"] = torch.cat([found["w1"], found.pop("w3")], 1)
     elif cfg.gate_up == "interleaved":
         for name in ("w1", "b1"):
             if name in found:
-                found[name] = torch.cat([found[name][:, 0::2], found[name][:, 1::2]], dim=1)
+                found[name] = torch.cat([found[name][:, 0::2], found[name][:, 1::2]], 1)
     return found

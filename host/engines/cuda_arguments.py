@@ -69,7 +69,7 @@ _CALL = struct.Struct("<6Q7I")
 _X_AT = _MAPS.index("x") * MAP_BYTES  # that map and the next
 _GATE_AT = _MAPS.index("gate") * MAP_BYTES
 _WEIGHTS_AT = _MAPS.index("w1") * MAP_BYTES  # five maps
-_SHARED_AT = _MAPS.index("shared_w1") * MAP_BYTES  # six maps; or five, of up rows
+_SHARED_AT = _MAPS.index("shared_w1") * MAP_BYTES  # six maps
 _LAYER_AT = len(_MAPS) * MAP_BYTES
 _CODE_AT = _LAYER_AT + _LAYER.size
 _PARAMETERS_AT = _CODE_AT + _CODE.size
@@ -227,7 +227,7 @@ class ArgumentPacker:
         x, out, gate, bias, ids, weights, w1, b1, w2, b2, count, any_ids = tensors[:12]
         router_bias, expert_scale, shared_w1, shared_w2, shared_gate = tensors[13:18]
         w1_scale, w2_scale, w1_scale_2, w2_scale_2 = tensors[18:22]
-        shared_scales, x_scale, w3 = tensors[22:26], tensors[26], tensors[27]
+        shared_scales, x_scale = tensors[22:26], tensors[26]
         # Of parameters only the places differ from call to call: the config says the rest.
         parameters = (
             0 if gate is None else gate.data_ptr(),
@@ -319,9 +319,7 @@ class ArgumentPacker:
         self._parameters = addresses
 
     def _parameter_maps(self, t: CallTensors) -> tuple[bytes, bytes, bytes]:
-        """The map of the gate, those of the experts' weights, and those of shared experts; or of up
-        rows, where they have maps of their own: `ups` of kernels/sm90/arguments.cuh.
-        """
+        """The map of the gate, those of the experts' weights, and those of shared experts."""
         cfg = self._cfg
         # Who gives routing may have no gate. The kernel then loads nothing by its map, but asks for
         # the map itself, which must be one: that of w1 will do.
@@ -337,32 +335,12 @@ class ArgumentPacker:
         if t.shared_w1 is None or t.shared_w2 is None:
             return of_gate, of_experts, b""
         width, stored = cfg.shared_intermediate, cfg.shared_weight_format
-        names = ("shared_w1", "shared_w2")
-        of_shared = self._weight_maps(names, t.shared_w1, t.shared_w2, width, stored)
+        of_shared = self._weight_maps("shared_", t.shared_w1, t.shared_w2, width, stored)
         shared_gate = t.shared_w1 if t.shared_gate is None else t.shared_gate  # likewise
         of_shared += self.map_of(
             "shared_gate", shared_gate, cfg.hidden, self._box(_SHARED_GATE_ROWS)
         )
         return of_gate, of_experts, of_shared
-
-    def _expert_maps(self, name: str, w1: Tensor, w2: Tensor) -> bytes:
-        """`WeightMaps` of the experts: `name` is that of w1, which may be every other row of it."""
-        cfg = self._cfg
-        names = (name, "w2")
-        if not cfg.transposed:
-            return self._weight_maps(names, w1, w2, cfg.intermediate, cfg.weight_format)
-        # All tiles have the same boxes. A map ends where its matrix does: what lies beyond, in the
-        # next expert's, may be no number, which zeros do not cancel.
-        box = self._box(_BOX_COLUMNS)
-        maps = []
-        for name, tensor in zip(names, (w1, w2), strict=True):
-            self._require_device(name, tensor)
-            experts, depth, columns = tensor.shape
-            address = tensor.data_ptr() if experts > 0 else self._anywhere
-            dimensions = [(depth, 1, box.rows), (max(1, experts), depth, 1)]
-            maps.append(self.encode_dimensions(name, address, columns, dimensions, box))
-        of_w1, of_w2 = maps
-        return of_w1 + of_w1 + of_w2 + of_w1 + of_w2
 
     def _weight_maps(
         self,
@@ -388,7 +366,7 @@ class ArgumentPacker:
         depths = (self._cfg.hidden, intermediate)
         if stored is not None:  # a map's elements are bytes
             bits = FORMATS[stored].code_bits
-            decoded = names[0] == "shared_w1" or self._cfg.activation_format is None
+            decoded = prefix == "shared_" or self._cfg.activation_format is None
             codes = _BOX_COLUMNS if decoded else _BOX_BYTES  # of a row, kCodedDepth
             row_bytes = codes * bits // 8
             wide = Box(rows, torch.uint8, row_bytes, ordered=True)

@@ -115,10 +115,6 @@ inline void store_group(bool wanted, u8* row, u32 column, u32 i, Value value) {
                row + kFirst.columns + column / kHiddenGroup * sizeof(float), scale.scale);
 }
 
-/// The first of the accumulators of a hidden unit's gate and up value, where a part has these by
-/// turns: as many units further as accumulator `i` is columns further, were all of them gates.
-constexpr u32 pair_at(u32 i) { return 2 * i - i % 4; }
-
 /// Of a first product of experts: stores the rows of d that are saved for a call of gradients.
 template <u32 kRegisters>
 inline void save_rows(const float (&d)[kRegisters], const RankArguments& arguments,

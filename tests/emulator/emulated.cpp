@@ -25,7 +25,7 @@ using moeos::sm90::Product;
 /// What a rank's launch is told, as the host has it.
 struct RankTensors {
   u8 *heap, *control, *tables, *records, *intermediate, *host_failure;
-  const u8 *x, *gate, *w1, *w2, *w3, *b1, *b2, *w1_scale, *w2_scale;
+  const u8 *x, *gate, *w1, *w2, *b1, *b2, *w1_scale, *w2_scale;
   const float *w1_scale_2, *w2_scale_2;
   const float *selection_bias, *router_bias, *expert_scale;
   const u8 *shared_w1, *shared_w2, *shared_gate, *shared_w1_scale, *shared_w2_scale;
@@ -91,45 +91,6 @@ WeightMaps maps_of(const Product& first, const Product& second, u64 mlps, bool s
   const u32 deep = kWeightsInRegisters ? kDeepDepth : 1;
   return {map(w1, first, box_rows), map(w1, first, kNarrowBoxRows), map(w2, second, box_rows),
           map(w1, first, kNarrowBoxRows, deep), map(w2, second, box_rows, deep)};
-}
-
-/// Of transposed weights.
-WeightMaps transposed_maps_of(u64 mlps, const u8* w1, const u8* w2) {
-  constexpr u32 kColumns = kUpMaps ? kFirst.columns : weight_rows(kFirst);
-  const auto map = [&](const u8* base, const Product& product, u32 columns) {
-    TensorMap made = map_of(base, product.depth, columns, kTileDepth);
-    made.sizes[0] = mlps;
-    return made;
-  };
-  const TensorMap of_w1 = map(w1, kFirst, kColumns);
-  const TensorMap of_w2 = map(w2, kSecond, kSecond.columns);
-  return {of_w1, of_w1, of_w2, of_w1, of_w2};
-}
-
-/// Of the experts: of gate rows, and of up rows where these have maps of their own.
-void place_weights(RankArguments& a, u64 mlps, const RankTensors& t) {
-  if (kTransposed) {
-    a.experts = transposed_maps_of(mlps, t.w1, t.w2);
-    if (kUpMaps) {
-      a.ups = transposed_maps_of(mlps, t.w3, t.w2);
-    }
-    return;
-  }
-  constexpr bool kStored = kFormat != WeightFormat::plain;
-  a.experts = maps_of(kFirst, kSecond, mlps, kStored, kDecodesExperts, t.w1, t.w2);
-  if (!kUpMaps) {
-    return;
-  }
-  const bool alternate = kGateUp == GateUp::interleaved;
-  const u64 row_bytes = a.experts.w1.row_bytes;
-  a.ups = maps_of(kFirst, kSecond, mlps, kStored, kDecodesExperts,
-                  alternate ? t.w1 + row_bytes : t.w3, t.w2);
-  for (WeightMaps* maps : {&a.experts, &a.ups}) {
-    for (TensorMap* map : {&maps->w1, &maps->w1_narrow, &maps->w1_deep}) {
-      map->rows = mlps * kFirst.columns;
-      map->row_bytes = row_bytes * (alternate ? 2 : 1);
-    }
-  }
 }
 
 RankArguments rank_arguments_of(const RankTensors& t, u8* const* peers, u32 rank, u64 deadline_ns) {

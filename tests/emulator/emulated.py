@@ -37,7 +37,7 @@ from tests.layers import (
     draw_weights,
 )
 from tests.processes import ROOT
-from tests.weight_layouts import laid_out
+from tests.weight_layouts import in_layout
 
 DEADLINE_NS = 1_000_000
 """Of the emulated clock, as every other time."""
@@ -59,19 +59,7 @@ _LAYER_OPTIONS = ("-Og", *_OPTIONS)
 _COMPILING_GPU = threading.Lock()
 _FIELDS = (
     *("heap", "control", "tables", "records", "intermediate", "host_failure"),
-    *(
-        "x",
-        "gate",
-        "w1",
-        "w2",
-        "w3",
-        "b1",
-        "b2",
-        "w1_scale",
-        "w2_scale",
-        "w1_scale_2",
-        "w2_scale_2",
-    ),
+    *("x", "gate", "w1", "w2", "b1", "b2", "w1_scale", "w2_scale", "w1_scale_2", "w2_scale_2"),
     *("selection_bias", "router_bias", "expert_scale"),
     *("shared_w1", "shared_w2", "shared_gate", "shared_w1_scale", "shared_w2_scale"),
     *("shared_w1_scale_2", "shared_w2_scale_2", "ids", "weights", "token_count", "x_scale", "out"),
@@ -353,7 +341,7 @@ class EmulatedLayer:
             "x": call.x,
             "x_scale": call.x_scale,
             "gate": w.gate,
-            **laid_out(w.cfg, {"w1": w.w1, "w2": w.w2, "b1": w.b1, "b2": w.b2, **w.scales()}),
+            **{"b2": w.b2, **w.scales(), **in_layout(w)},
             "selection_bias": w.selection_bias,
             "router_bias": w.router_bias,
             "expert_scale": w.expert_scale,
@@ -366,7 +354,6 @@ class EmulatedLayer:
             "token_count": None,
             "out": out,
             "saved": self.saved[rank],
-            **in_layout(w),
             **self._of_gradients(rank, call),
         }
         record: list[int] = []

@@ -21,7 +21,7 @@ from tests.emulator.emulated import EmulatedLayer, build
 from tests.gradients import FAR_LIMIT, OF_EXPERTS, Gradients, assert_match, drawn
 from tests.layers import PREFERENCES, Call, config, draw_given_call, draw_weights
 from tests.nightly import all_but
-from tests.weight_layouts import laid_out, plain_of
+from tests.weight_layouts import in_layout, plain_of
 
 PROCESSORS = 3
 PATIENCE = 40
@@ -115,7 +115,7 @@ class EmulatedGradients(EmulatedLayer):
         mine = self._weights.of_rank(rank, self._ranks, self._placement)
         if self._slicing.cuts:
             mine = self._weights.of_slice(self._slicing, rank, self._ranks)
-        own = laid_out(cfg, {name: getattr(mine, name) for name in OF_EXPERTS})
+        own = {"b2": mine.b2, **in_layout(mine)}
         parts = {
             f"d_{name}": torch.full_like(part, torch.nan)
             for name, part in own.items()

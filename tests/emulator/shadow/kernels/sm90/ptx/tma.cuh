@@ -18,8 +18,7 @@ struct alignas(64) TensorMap {
   u32 element_bytes;
   u32 box_bytes;  // of a row in a box, the swizzle's width
   u64 row_bytes;  // from one row to the next
-  // Of a map by which boxes are stored, each dimension but the columns; of transposed weights, how
-  // many matrices there are, of `rows` rows each:
+  // Of a map by which boxes are stored, each dimension but the columns:
   u64 sizes[4];
   u64 strides[4];  // in rows
   u32 box[4];
