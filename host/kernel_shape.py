@@ -310,7 +310,11 @@ def has_whole_parts(cfg: MoEConfig) -> bool:
 
 
 def weight_box_rows(cfg: MoEConfig) -> int:
-    """Rows of a box of weights: kWeightBoxRows of kernels/sm90/arguments.cuh."""
+    """Rows of a box of weights, or columns of transposed ones: kWeightBoxRows of
+    kernels/sm90/arguments.cuh.
+    """
+    if cfg.transposed:
+        return _BOX_BYTES // cfg.dtype.itemsize
     return min(_WEIGHT_BOX_ROWS, _product0_columns(cfg)) if has_whole_parts(cfg) else ORDERED_ROWS
 
 

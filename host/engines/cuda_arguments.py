@@ -42,7 +42,7 @@ _PARAMETER_FIELDS = (
     *("gate", "selection_bias", "router_bias", "expert_scale"),
     *("w1", "b1", "w2", "b2", "w1_scale", "w2_scale", "w1_scale_2", "w2_scale_2"),
     *("shared_w1_scale", "shared_w2_scale", "shared_w1_scale_2", "shared_w2_scale_2"),
-    *("shared_w1", "shared_w2", "shared_gate"),
+    *("shared_w1", "shared_w2", "shared_gate", "w3"),
 )
 MAP_BYTES = 128
 CELL_BOX_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -246,6 +246,7 @@ class ArgumentPacker:
             0 if shared_w1 is None else shared_w1.data_ptr(),
             0 if shared_w2 is None else shared_w2.data_ptr(),
             0 if shared_gate is None else shared_gate.data_ptr(),
+            0 if tensors.w3 is None else tensors.w3.data_ptr(),
         )
         if parameters != self._parameters:
             self._pack_parameters(tensors, parameters)
@@ -325,6 +326,12 @@ class ArgumentPacker:
         gate = t.w1 if t.gate is None else t.gate
         of_gate = self.map_of("gate", gate, cfg.hidden, Box(self._gate_box_rows, cfg.gate_dtype))
         of_experts = self._weight_maps("", t.w1, t.w2, cfg.intermediate, cfg.weight_format)
+        if cfg.gate_up == "separate" or (cfg.gate_up == "interleaved" and not cfg.transposed):
+            # Up rows have maps of their own, where those of shared experts would be.
+            w3, first = (t.w1, 1) if t.w3 is None else (t.w3, 0)
+            stored = cfg.weight_format
+            ups = self._weight_maps("", w3, t.w2, cfg.intermediate, stored, first)
+            return of_gate, of_experts, ups
         if t.shared_w1 is None or t.shared_w2 is None:
             return of_gate, of_experts, b""
         width, stored = cfg.shared_intermediate, cfg.shared_weight_format
@@ -336,12 +343,25 @@ class ArgumentPacker:
         return of_gate, of_experts, of_shared
 
     def _weight_maps(
-        self, prefix: str, w1: Tensor, w2: Tensor, intermediate: int, stored: str | None
+        self,
+        prefix: str,
+        w1: Tensor,
+        w2: Tensor,
+        intermediate: int,
+        stored: str | None,
+        first: int = 0,
     ) -> bytes:
         """`WeightMaps`: of w1, of w1 in the boxes of narrow tiles, of w2, and of both in the boxes
-        of tiles that decode in registers. `stored`: the format of their codes, or None.
+        of tiles that decode in registers. `stored`: the format of their codes, or None; `first`: of
+        w1's rows, where gate and up rows take turns.
         """
         rows = kernel_shape.weight_box_rows(self._cfg)
+        if self._cfg.transposed:
+            of_w1, of_w2 = (
+                self.map_of_transposed(name, one, Box(rows, one.dtype))
+                for name, one in (("w1", w1), ("w2", w2))
+            )
+            return of_w1 + of_w1 + of_w2 + of_w1 + of_w2
         wide = self._box(rows, ordered=True)
         depths = (self._cfg.hidden, intermediate)
         if stored is not None:  # a map's elements are bytes
@@ -352,13 +372,14 @@ class ArgumentPacker:
             wide = Box(rows, torch.uint8, row_bytes, ordered=True)
             depths = (depths[0] * bits // 8, depths[1] * bits // 8)
         narrow = wide._replace(rows=min(rows, kernel_shape.narrow_product0_columns(self._cfg)))
+        apart = 2 if prefix == "" and self._cfg.gate_up == "interleaved" else 1
         return b"".join(
-            self.map_of(prefix + name, matrix, columns, box)
-            for name, matrix, columns, box in (
-                ("w1", w1, depths[0], wide),
-                ("w1", w1, depths[0], narrow),
+            self.map_of(prefix + name, matrix, columns, box, *of)
+            for name, matrix, columns, box, *of in (
+                ("w1", w1, depths[0], wide, apart, first),
+                ("w1", w1, depths[0], narrow, apart, first),
                 ("w2", w2, depths[1], wide),
-                ("w1", w1, depths[0], narrow._replace(row_bytes=_BOX_BYTES)),
+                ("w1", w1, depths[0], narrow._replace(row_bytes=_BOX_BYTES), apart, first),
                 ("w2", w2, depths[1], wide._replace(row_bytes=_BOX_BYTES)),
             )
         )
@@ -373,14 +394,33 @@ class ArgumentPacker:
     def _place(self, index: int, tensor_map: bytes) -> None:
         self._bytes[index * MAP_BYTES : (index + 1) * MAP_BYTES] = tensor_map
 
-    def map_of(self, name: str, matrix: Tensor, columns: int, box: Box) -> bytes:
-        """The tensor map of a contiguous tensor whose last dimension has `columns` elements."""
-        if matrix.device != self._device:
-            raise ValueError(f"{name} is on {matrix.device}; it must be on {self._device}")
-        rows = matrix.numel() * matrix.element_size() // (columns * box.element.itemsize)
+    def map_of(
+        self, name: str, matrix: Tensor, columns: int, box: Box, apart: int = 1, first: int = 0
+    ) -> bytes:
+        """The tensor map of rows of a contiguous tensor whose last dimension has `columns`
+        elements: of every `apart`-th one from `first` on.
+        """
+        self._require_here(name, matrix)
+        row_bytes = columns * box.element.itemsize
+        rows = matrix.numel() * matrix.element_size() // row_bytes // apart
         if rows == 0:  # weights of no expert, by whose map nothing is loaded
             return self.encode(name, self._anywhere, box.rows, columns, box)
-        return self.encode(name, matrix.data_ptr(), rows, columns, box)
+        address = matrix.data_ptr() + first * row_bytes
+        return self.encode(name, address, rows, columns, box, apart * row_bytes)
+
+    def map_of_transposed(self, name: str, matrices: Tensor, box: Box) -> bytes:
+        """The tensor map of contiguous [X, depth, columns], of which a box has kTileDepth rows of
+        one matrix: beyond it there are zeros, and not the next matrix.
+        """
+        self._require_here(name, matrices)
+        experts, depth, columns = matrices.shape
+        address = matrices.data_ptr() if experts > 0 else self._anywhere
+        dimensions = [(depth, 1, kernel_shape.DEPTH), (max(1, experts), depth, 1)]
+        return self.encode_dimensions(name, address, columns, dimensions, box)
+
+    def _require_here(self, name: str, tensor: Tensor) -> None:
+        if tensor.device != self._device:
+            raise ValueError(f"{name} is on {tensor.device}; it must be on {self._device}")
 
     def encode(
         self,

@@ -19,6 +19,8 @@ namespace moeos::sm90 {
 struct Box {
   const TensorMap* map = nullptr;
   bool of_weights = false;
+  u32 matrix = 0;        // of transposed weights
+  bool ordered = false;  // whether its rows have an order of their own (load_ordered)
   u32 row = 0;
   u32 column = 0;  // in the first step
   u32 place = 0;   // of its destination, bytes from the begin of the stage
@@ -88,7 +90,15 @@ inline void fill_stages(const Steps& steps, u32 bytes, const Box& box, Loader& l
     u8* to = reinterpret_cast<u8*>(&loader.stage()) + box.place;
     const auto [row, column] = place_at(step);
     if (box.of_weights) {
-      load_weights(*box.map, to, loader.full(), row, column, box.policy);
+      if constexpr (kTransposed) {
+        if (kGradients && box.ordered) {
+          load_ordered(*box.map, to, loader.full(), box.matrix, row, column);
+        } else {
+          load_transposed(*box.map, to, loader.full(), box.matrix, row, column, box.policy);
+        }
+      } else {
+        load_weights(*box.map, to, loader.full(), row, column, box.policy);
+      }
     } else if (box.map != nullptr) {
       load_box(*box.map, to, loader.full(), row, column);
     }

@@ -177,6 +177,7 @@ template <const Product& kProduct>
 inline void scale_channels(float (&d)[kCodedSums], const RankArguments& arguments, const Task& task,
                            u32 part) {
   constexpr bool kGated = kProduct.activated && kShape.gated();
+  constexpr bool kRowsAlternate = kGated && kGateUp == GateUp::interleaved;
   const u32 first = first_column_of(task, part);
   const u64 matrix = u64{task.local_expert} * (kGated ? 2 : 1) * kProduct.columns;
   const auto* scales =
@@ -186,13 +187,23 @@ inline void scale_channels(float (&d)[kCodedSums], const RankArguments& argument
 #pragma unroll
   for (u32 i = 0; i < kCodedSums; i += 4) {
     const u32 column = first + ordered_column(kGated ? i % (kCodedSums / 2) : i);
-    const u32 up = kGated && i >= kCodedSums / 2 ? kProduct.columns : 0;
-    const u64 at = matrix + up + minimum(column, kProduct.columns - 2);
-    const u32 bias = kBias ? biases[at / 2] : 0;
+    const bool of_ups = kGated && i >= kCodedSums / 2;
+    const u32 up = of_ups ? kProduct.columns : 0;
+    const u32 there = minimum(column, kProduct.columns - 2);
+    u64 at = matrix + up + there;
+    u64 next = at + 1;
+    float2 bias = make_float2(0.0F, 0.0F);
+    if constexpr (kRowsAlternate) {
+      at = matrix + 2 * there + (of_ups ? 1 : 0);
+      next = at + 2;
+    }
+    if constexpr (kBias) {
+      bias = kRowsAlternate ? alternate_pair(biases, at / 2, of_ups) : pair_of_word(biases[at / 2]);
+    }
 #pragma unroll
     for (u32 lower = 0; lower < 2; ++lower) {
-      d[i + 2 * lower] = d[i + 2 * lower] * scales[at] + Element::low(bias);
-      d[i + 2 * lower + 1] = d[i + 2 * lower + 1] * scales[at + 1] + Element::high(bias);
+      d[i + 2 * lower] = d[i + 2 * lower] * scales[at] + bias.x;
+      d[i + 2 * lower + 1] = d[i + 2 * lower + 1] * scales[next] + bias.y;
     }
   }
 }

@@ -115,12 +115,21 @@ static_assert(!kSliced || !kCodedResults, "each slice would round its part of a 
 /// Where the caller's matrices have gate rows and up rows, and whether a row belongs to an input.
 inline constexpr GateUp kGateUp = kShape.gate_up;
 inline constexpr bool kTransposed = kShape.transposed;
+static_assert(!kShares || (kGateUp == GateUp::concatenated && !kTransposed),
+              "a call of moeos.Experts has no shared experts");
 /// How w1 and w2 lie in memory, and whether they are decoded on their way (stored_weights.cuh);
 /// and whether the shared experts' are.
 inline constexpr WeightFormat kFormat = kShape.weight_format;
 inline constexpr bool kDecodesExperts = kFormat != WeightFormat::plain && !kCoded;
 inline constexpr bool kDecodesShared = kShape.shared_weight_format != WeightFormat::plain;
 static_assert(!kDecodesShared || (kShares && kShape.shared_weight_format == kFormat));
+static_assert(!kTransposed || kFormat == WeightFormat::plain);
+/// Whether gate rows and up rows follow each other apart, so that each have tensor maps of their
+/// own; and whether a box of weights has gates and ups by turns.
+inline constexpr bool kUpMaps =
+    kGateUp == GateUp::separate || (kGateUp == GateUp::interleaved && !kTransposed);
+inline constexpr bool kColumnsAlternate = kGateUp == GateUp::interleaved && kTransposed;
+static_assert(kGateUp == GateUp::concatenated || kShape.gated());
 inline constexpr bool kDecodes = kDecodesExperts || kDecodesShared;
 /// Bytes of a row of weights in a stage, as it lands.
 inline constexpr u32 kCodeBytes = kDecodes ? kTileDepth * code_bits(kFormat) / 8 : kSwizzleBytes;

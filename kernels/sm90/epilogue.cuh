@@ -7,6 +7,7 @@
 #include "kernels/sm90/accumulators.cuh"
 #include "kernels/sm90/activation.cuh"
 #include "kernels/sm90/arguments.cuh"
+#include "kernels/sm90/exchange.cuh"
 #include "kernels/sm90/products.cuh"
 #include "kernels/sm90/ptx/decode.cuh"
 #include "kernels/sm90/saved_rows.cuh"
@@ -21,31 +22,67 @@ inline void start_accumulators(float (&d)[kRegisters], const RankArguments& argu
                                const Task& task, u32 part) {
   constexpr u32 kTile = 2 * kRegisters;  // columns
   const bool first_product = product_of(task).activated;
-  const bool gated = first_product && kShape.gated();
+  // Where a part has gates and ups by turns, its biases lie as its columns do.
+  const bool pairs = kColumnsAlternate && first_product;
+  const bool gated = first_product && kShape.gated() && !pairs;
   // Where columns have scales of their own, biases come behind them (coded_products.cuh).
   const bool biased =
       kBias && !is_shared(task) && !(is_coded(task) && kFormat == WeightFormat::fp8_channel);
-  const u32 columns = first_product ? kShape.intermediate : kShape.hidden;
-  const u32 first = first_column(part, first_product ? product0_columns(kTile) : kTile, columns);
+  u32 columns = first_product ? kShape.intermediate : kShape.hidden;
+  u32 first = first_column(part, first_product ? product0_columns(kTile) : kTile, columns);
+  if (pairs) {
+    columns *= 2;
+    first *= 2;
+  }
   const u64 row = u64{task.local_expert} * (first_product ? kShape.w1_rows() : kShape.hidden);
   const u32 second_half = gated ? kShape.intermediate : kTile / 2;
 #pragma unroll
   for (u32 i = 0; i < kRegisters; i += 4) {
     float values[2] = {};
     if constexpr (kBias) {
-      const u32 column = first + ordered_column(i % (kRegisters / 2));
+      const u32 column = first + column_in_part(i % (kRegisters / 2));
       // A gated tile's second half has the up columns of the same hidden units.
       const u32 at = column + (i < kRegisters / 2 ? 0 : second_half);
       const u8* bias = first_product ? arguments.b1 : arguments.b2;
       if (biased && (gated ? column : at) < columns) {
-        const u32 pair = reinterpret_cast<const u32*>(bias)[(row + at) / 2];
-        values[0] = Element::low(pair);
-        values[1] = Element::high(pair);
+        const auto* words = reinterpret_cast<const u32*>(bias);
+        float2 pair;
+        if (kGateUp == GateUp::interleaved && gated) {
+          pair = alternate_pair(words, row / 2 + column, i >= kRegisters / 2);
+        } else {
+          pair = pair_of_word(words[(row + at) / 2]);
+        }
+        values[0] = pair.x;
+        values[1] = pair.y;
       }
     }
     d[i] = d[i + 2] = values[0];
     d[i + 1] = d[i + 3] = values[1];
   }
+}
+
+/// Eight columns next to each other, of a thread's four words: each is what it makes of two columns
+/// or, `kOfPairs`, of two hidden units whose gates and ups come by turns. By a whole warp.
+template <bool kOfPairs>
+inline uint4 eight_of_words(u32 (&words)[4]) {
+  if constexpr (kOfPairs) {
+    return eight_of_halves(words);
+  } else if constexpr (kTransposed) {
+    return eight_columns(words);
+  } else {
+    return make_uint4(words[0], words[1], words[2], words[3]);
+  }
+}
+/// The same of the values value(i) of pairs of accumulators.
+template <bool kOfPairs, class Value>
+inline uint4 eight_from(u32 i, Value value) {
+  u32 words[4];
+#pragma unroll
+  for (u32 k = 0; k < 4; ++k) {
+    const float2 pair = value(i + 4 * k);
+    words[k] = Element::pack(pair.x, pair.y);
+  }
+  return eight_of_words<kOfPairs>(words);
 }
 
 /// Stores a scale group of a row between two products, of which four lanes have sixteen values
@@ -97,11 +134,16 @@ inline void save_rows(const float (&d)[kRegisters], const RankArguments& argumen
       u32 words[4];
 #pragma unroll
       for (u32 k = 0; k < 4; ++k) {
-        words[k] = Element::pack(d[i + 4 * k], d[i + 4 * k + 1]);
+        if constexpr (kColumnsAlternate) {
+          const u32 at = pair_at(i % kHalf + 4 * k) + i / kHalf;
+          words[k] = Element::pack(d[at], d[at + 4]);
+        } else {
+          words[k] = Element::pack(d[i + 4 * k], d[i + 4 * k + 1]);
+        }
       }
       store_vector(row != nullptr && (kWholeParts || column < kShape.intermediate),
                    row + u64{i / kHalf * kShape.intermediate + column} * 2,
-                   make_uint4(words[0], words[1], words[2], words[3]));
+                   eight_of_words<kColumnsAlternate>(words));
     }
   }
 }
@@ -142,14 +184,6 @@ inline void finish_tile(const float (&d)[kRegisters], const Task& task, const Sl
                         u32 part) {
   constexpr u32 kTile = 2 * kRegisters;     // columns
   constexpr u32 kGroup = kOrderedRows / 2;  // accumulators that are as many columns of two rows
-  // Eight columns next to each other, of the values value(i) of pairs of accumulators.
-  const auto eight_from = [](u32 i, auto value) {
-    const auto packed = [&](u32 at) {
-      const float2 pair = value(at);
-      return Element::pack(pair.x, pair.y);
-    };
-    return make_uint4(packed(i), packed(i + 4), packed(i + 8), packed(i + 12));
-  };
   const auto pair_of = [&](u32 i) { return make_float2(d[i], d[i + 1]); };
   if (!product_of(task).activated) {
     if constexpr (kCodedResults) {
@@ -168,7 +202,7 @@ inline void finish_tile(const float (&d)[kRegisters], const Task& task, const Sl
 #pragma unroll
       for (u32 i = 2 * lower; i < kTile / 2; i += 2 * kGroup) {
         rows.store(slot, first_column(part, kTile, kShape.hidden) + i / kGroup * kOrderedRows,
-                   eight_from(i, pair_of), eight_from(i + kGroup, pair_of));
+                   eight_from<false>(i, pair_of), eight_from<false>(i + kGroup, pair_of));
       }
     }
     return;
@@ -181,7 +215,11 @@ inline void finish_tile(const float (&d)[kRegisters], const Task& task, const Sl
   const Product first_product = is_shared(task) ? kSharedFirst : kFirst;
   const u32 first = first_column_of(task, part);
   const auto activated = [&](u32 at) {
-    if constexpr (kShape.gated()) {
+    if constexpr (kColumnsAlternate) {
+      const u32 i = pair_at(at);
+      return gated<Element, kActivation>(make_float2(d[i], d[i + 4]),
+                                         make_float2(d[i + 1], d[i + 5]));
+    } else if constexpr (kShape.gated()) {
       return gated<Element, kActivation>(pair_of(at), pair_of(kRegisters / 2 + at));
     } else {
       return curve_of<Element, kActivation>(pair_of(at));
@@ -211,7 +249,7 @@ inline void finish_tile(const float (&d)[kRegisters], const Task& task, const Sl
     for (u32 i = 2 * lower; i < kColumns / 2; i += kGroup) {
       const u32 column = first + ordered_column(i);
       store_vector(row.stored && (kWholeParts || column < first_product.columns),
-                   to + u64{column} * 2, eight_from(i, activated));
+                   to + u64{column} * 2, eight_from<kColumnsAlternate>(i, activated));
     }
   }
 }

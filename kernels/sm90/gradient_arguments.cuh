@@ -29,7 +29,21 @@ struct GradientMaps {
   TensorMap w2;                    // [X * H, I], box 64 x 64
   TensorMap d_w1;                  // a warp's box of a gradient: weight_gradients.cuh
   TensorMap d_w2;
+  // Of transposed weights: w1 is [X * H, w1 rows], box 128 x 64; w2 is [X, I, H], box 1 x
+  // kValueColumns x 64, its rows in the order of a first product's accumulators; w1_ordered is
+  // none.
 };
+/// The same of up rows, where gate and up rows have maps of their own. `w1` and `w1_ordered` are
+/// none where both are columns of one matrix.
+struct UpGradientMaps {
+  TensorMap w1;
+  TensorMap w1_ordered;
+  TensorMap d_w1;
+};
+/// Whether gradients of gate rows and of up rows are stored by maps of their own: where they lie
+/// apart, or side by side in a row of a transposed matrix.
+inline constexpr bool kUpGradientMaps =
+    kUpMaps || (kTransposed && kShape.gated() && kGateUp == GateUp::concatenated);
 
 struct GradientArguments : SavingArguments {
   GradientMaps gradients;
@@ -45,6 +59,8 @@ struct GradientArguments : SavingArguments {
   float* d_shared;         // [rows], this slice's part, over which the sum is written
   u32 blocks;              // of the launch that makes them
   u32 experts;  // of this rank: a table of places may give it fewer than there are places
+  u8* d_w3;     // as d_w1, of up rows that are a tensor of their own
+  alignas(TensorMap) UpGradientMaps up_gradients;
 };
 
 inline const GradientArguments& of_gradients(const RankArguments& arguments) {

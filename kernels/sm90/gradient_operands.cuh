@@ -6,7 +6,8 @@
 //            then x                    w1, gate and up rows     H; no turn where h is saved
 //   second   gradients of h, kept      w1, a depth row a row    its rows: kHalves * kKeptColumns
 //
-// May not know: what is made of them; where results go.
+// Of transposed weights the first two's rows are I columns and the depth, and the last one's H
+// columns: each operand is the other kind. May not know: what is made of them; where results go.
 #pragma once
 
 #include "kernels/sm90/boxes.cuh"
@@ -27,7 +28,7 @@ inline constexpr u32 kWeightLanes = kTileColumns / kBoxColumns * kGroupBoxes;
 inline constexpr u32 kValueBoxes = kValueColumns / kBoxColumns;
 static_assert(kGeometry.segment_align == Geometry::kSegmentAlign &&
               kWeightLanes + padded_boxes(kTileRows) <= Machine::kLanes);
-static_assert(kValueBoxes + kHalves <= kWeightLanes);
+static_assert(kValueBoxes * kHalves <= kWeightLanes);
 // What the host has made of the parts' columns.
 static_assert(kGeometry.product0_parts == ceil_div(kShape.intermediate, kValueColumns) &&
               kGeometry.product1_parts == ceil_div(kShape.hidden, kTileColumns));
@@ -57,7 +58,15 @@ inline Box find_gradient_rows(const GradientArguments& arguments, const Layout& 
 /// Boxes of weights of the first product, in its turn over gradients of the output: depth rows.
 inline Box find_w2(const GradientArguments& arguments, const Task& task, u32 part, u32 lane) {
   Box box;
-  if (lane < kValueBoxes) {
+  if constexpr (kTransposed) {
+    if (lane == 0) {
+      box.map = &arguments.gradients.w2;
+      box.of_weights = box.ordered = true;
+      box.matrix = task.local_expert;
+      box.row = part * kValueColumns;
+      box.place = kWeightsPlace;
+    }
+  } else if (lane < kValueBoxes) {
     box.map = &arguments.gradients.w2;
     box.row = task.local_expert * kShape.hidden;
     box.column = part * kValueColumns + lane * kBoxColumns;
@@ -68,23 +77,49 @@ inline Box find_w2(const GradientArguments& arguments, const Task& task, u32 par
 /// And in its turn over x: gate rows, and up rows.
 inline Box find_w1(const GradientArguments& arguments, const Task& task, u32 part, u32 lane) {
   Box box;
-  if (lane < kHalves) {
-    box.map = &arguments.gradients.w1;
-    box.row =
-        task.local_expert * kShape.w1_rows() + lane * kShape.intermediate + part * kValueColumns;
+  if constexpr (kTransposed) {
+    const RankArguments& of_call = arguments;  // whose boxes are these
+    if (lane < kHalves * kValueBoxes) {
+      const u32 half = kColumnsAlternate ? 0 : lane / kValueBoxes;
+      const bool apart = kUpMaps && half != 0;
+      box.map = apart ? &of_call.ups.w1 : &of_call.experts.w1;
+      box.of_weights = true;
+      box.matrix = task.local_expert;
+      box.column = part * kValueColumns * (kColumnsAlternate ? 2 : 1) +
+                   (apart ? 0 : half * kShape.intermediate) +
+                   (kColumnsAlternate ? lane : lane % kValueBoxes) * kBoxColumns;
+      box.place = kWeightsPlace + lane * kColumnsBoxBytes;
+    }
+  } else if (lane < kHalves) {
+    box.map = kUpMaps && lane != 0 ? &arguments.up_gradients.w1 : &arguments.gradients.w1;
+    box.row = kUpMaps ? task.local_expert * kShape.intermediate + part * kValueColumns
+                      : task.local_expert * kShape.w1_rows() + lane * kShape.intermediate +
+                            part * kValueColumns;
     box.place = kWeightsPlace + lane * kValueColumns * kSwizzleBytes;
   }
   return box;
 }
-/// Those of the second product: rows of w1 in the order of kept columns.
-inline Box find_ordered_w1(const GradientArguments& arguments, const Task& task, u32 part,
-                           u32 lane) {
+/// Those of the second product, for kept columns of one half: rows of w1 in their order, or where
+/// it is transposed, kRowsOfBox of its rows.
+inline constexpr u32 kRowsOfBox = 128;
+inline Box find_second_w1(const GradientArguments& arguments, const Task& task, u32 part, u32 lane,
+                          u32 half) {
+  const bool ups = kUpMaps && half != 0;
+  if constexpr (kTransposed) {
+    Box box;
+    if (lane < kTileColumns / kRowsOfBox) {
+      box.map = ups ? &arguments.up_gradients.w1 : &arguments.gradients.w1;
+      box.row = task.local_expert * kShape.hidden + part * kTileColumns + lane * kRowsOfBox;
+      box.place = kWeightsPlace + lane * kRowsOfBox * kSwizzleBytes;
+    }
+    return box;
+  }
   const u32 nth = lane / kGroupBoxes;
   const u32 group = lane % kGroupBoxes * kDepthBoxRows;
   Box box;
-  box.map = &arguments.gradients.w1_ordered;
+  box.map = ups ? &arguments.up_gradients.w1_ordered : &arguments.gradients.w1_ordered;
   box.of_weights = true;
-  box.row = task.local_expert * kShape.w1_rows() + group;
+  box.row = task.local_expert * (kUpMaps ? kShape.intermediate : kShape.w1_rows()) + group;
   box.column = part * kTileColumns + nth * kBoxColumns;
   box.place = kWeightsPlace + nth * kColumnsBoxBytes + group * kSwizzleBytes;
   return box;
@@ -131,22 +166,35 @@ inline void load_tile(const RankArguments& given, const Layout& layout, const Ta
     const u32 turn = minimum(steps, kHiddenSteps);
     const Box w2 = find_w2(arguments, task, part, lane);
     fill(0, turn, w2, kValueColumns, [&](u32 step) {
-      return of_rows ? BoxPlace{rows.row, kShape.hidden + step * kTileDepth}
-                     : BoxPlace{w2.row + step * kDepthRows, w2.column};
+      return of_rows       ? BoxPlace{rows.row, kShape.hidden + step * kTileDepth}
+             : kTransposed ? BoxPlace{w2.row, step * kTileDepth}
+                           : BoxPlace{w2.row + step * kDepthRows, w2.column};
     });
     const Box w1 = find_w1(arguments, task, part, lane);
     fill(turn, steps, w1, kHalves * kValueColumns, [&](u32 step) {
+      if (kTransposed && !of_rows) {
+        return BoxPlace{(step - turn) * kDepthRows, w1.column};
+      }
       return BoxPlace{of_rows ? rows.row : w1.row, (step - turn) * kTileDepth};
     });
   } else {
-    const Box w1 = find_ordered_w1(arguments, task, part, lane);
-    fill(0, steps, w1, kTileColumns, [&](u32 step) {
-      const u32 half = step / kHalfSteps;
-      return of_rows ? BoxPlace{rows.row, step * kTileDepth}
-                     : BoxPlace{w1.row + half * kShape.intermediate +
-                                    (step - half * kHalfSteps) * kDepthRows,
-                                w1.column};
-    });
+    const auto fill_half = [&](u32 first, u32 end, u32 map) {
+      const Box w1 = find_second_w1(arguments, task, part, lane, map);
+      fill(first, end, w1, kTileColumns, [&](u32 step) {
+        const u32 half = kColumnsAlternate ? 0 : step / kHalfSteps;
+        const u32 within = (step - half * kHalfSteps) * kDepthRows;
+        const u32 before = kUpMaps ? 0 : half * kShape.intermediate;
+        return of_rows       ? BoxPlace{rows.row, step * kTileDepth}
+               : kTransposed ? BoxPlace{w1.row, before + within}
+                             : BoxPlace{w1.row + before + within, w1.column};
+      });
+    };
+    if constexpr (kUpMaps) {
+      fill_half(0, minimum(steps, kHalfSteps), 0);
+      fill_half(minimum(steps, kHalfSteps), steps, 1);
+    } else {
+      fill_half(0, steps, 0);
+    }
   }
 }
 

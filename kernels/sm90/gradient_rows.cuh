@@ -12,7 +12,8 @@
 // A kept row's place is that of its source, expert and slot, whichever tile it came in. So what is
 // added up over an expert's rows has the same bits however they were packed. Kept values, and each
 // half of the gradients before a gated activation, have their columns in groups of 32, in the order
-// in which accumulators have them (kept_column). May not know: who reads or writes.
+// in which accumulators have them (kept_column). Where w1's columns are gates and ups in turn, both
+// halves of the gradients are, too. May not know: who reads or writes.
 #pragma once
 
 #include "kernels/sm90/config.cuh"
@@ -57,10 +58,20 @@ static_assert(!kGradients ||
               (kGeometry.sent_bytes == kSentBytes && kGeometry.row_bytes == kSentBytes &&
                kGeometry.hidden_bytes == kKeptRowBytes));
 
-/// Where a group of 32 columns has column 8b + 2a + i: at 8a + 2b + i. Its own inverse.
+/// Where a group of 32 columns has column 8b + 2a + i: at 8a + 2b + i. Its own inverse. Kept
+/// columns are the depth of a product, by w1's rows, or transposed by its columns: these lie in
+/// their own order, so kept ones do, too.
 constexpr u32 kept_column(u32 column) {
+  if (kTransposed) {
+    return column;
+  }
   const u32 within = column % 32;
   return column - within + within / 2 % 4 * 8 + within / 8 * 2 + within % 2;
+}
+
+/// Where the gradient of h has a column of a half.
+constexpr u32 kept_gradient(u32 half, u32 column) {
+  return kColumnsAlternate ? 2 * column + half : half * kKeptColumns + kept_column(column);
 }
 
 /// Rows that all sources may send, of which each has a place among the kept ones.

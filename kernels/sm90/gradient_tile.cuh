@@ -8,7 +8,9 @@
 // gradient behind each. May not know: where operands come from.
 #pragma once
 
+#include "kernels/sm90/accumulators.cuh"
 #include "kernels/sm90/derivative.cuh"
+#include "kernels/sm90/exchange.cuh"
 #include "kernels/sm90/gradient_operands.cuh"
 #include "kernels/sm90/mainloop.cuh"
 #include "kernels/sm90/ptx/code.cuh"
@@ -24,16 +26,17 @@ inline constexpr u32 kSecondSums = kTileColumns / 2;
 /// Whether no part of the first product has columns beyond I.
 inline constexpr bool kWholeValues = kShape.intermediate % kValueColumns == 0;
 
-/// d += the warpgroup's rows times weights whose rows are the depth, over so many steps.
+/// Which way weights lie in a stage that a forward call multiplies by the other way round.
+inline constexpr Major kTurnedMajor = kTransposed ? Major::depth : Major::columns;
+
+/// d += the warpgroup's rows times such weights, over so many steps.
 template <u32 kRegisters>
-inline void multiply_by_columns(float (&d)[kRegisters], u32 steps, u32 group, Shared& shared,
-                                RingPosition<kStages>& stage) {
+inline void multiply_turned(float (&d)[kRegisters], u32 steps, u32 group, Shared& shared,
+                            RingPosition<kStages>& stage) {
   for_each_step(d, steps, shared, stage, kAsLanded, [&](const Stage& from) {
 #pragma unroll
     for (u32 k = 0; k < kTileDepth / 16; ++k) {
-      multiply_accumulate<MOEOS_FLOAT16, Major::depth, Major::columns>(
-          d, matrix_descriptor(from.rows + group * kConsumerRows * kSwizzleBytes + k * 32),
-          columns_descriptor(from.weights + k * kDepthStepBytes));
+      multiply<kTurnedMajor>(d, from.rows + group * kConsumerRows * kSwizzleBytes, from.weights, k);
     }
   });
 }
@@ -109,31 +112,35 @@ inline void add_bias(float (&d)[kFirstSums], const GradientArguments& arguments,
 #pragma unroll
     for (u32 k = 0; k < 4; ++k) {
       const u32 i = half * kHalfSums + first + 4 * k;
-      const u32 column = part * kValueColumns + i % kHalfSums / 4 * 8 + Machine::lane() % 4 * 2;
-      const u32 pair = load_number(column < kShape.intermediate,
-                                   arguments.b1 + (row * kShape.intermediate + column) * 2);
+      const u32 group = part * kValueColumns + i % kHalfSums / 4 * 8;
+      if constexpr (kColumnsAlternate) {
+        const u32 column = group + half * 4 + Machine::lane() % 4;
+        const u64 at = u64{task.local_expert} * kShape.intermediate + column;
+        const u32 pair = load_number(column < kShape.intermediate, arguments.b1 + at * 4);
+        const u32 gate = pair_at(first + 4 * k) + half * 4;
+        d[gate] += Element::low(pair);
+        d[gate + 1] += Element::high(pair);
+        continue;
+      }
+      const u32 column = group + Machine::lane() % 4 * 2;
+      const bool there = column < kShape.intermediate;
+      if constexpr (kGateUp == GateUp::interleaved) {
+        const u64 at = u64{task.local_expert} * kShape.intermediate + column;
+        const u32 pairs[2] = {load_number(there, arguments.b1 + at * 4),
+                              load_number(there, arguments.b1 + at * 4 + 4)};
+        const float2 values = alternate_pair(pairs, 0, half != 0);
+        d[i] += values.x;
+        d[i + 1] += values.y;
+        continue;
+      }
+      const u32 pair = load_number(there, arguments.b1 + (row * kShape.intermediate + column) * 2);
       d[i] += Element::low(pair);
       d[i + 1] += Element::high(pair);
     }
   }
 }
 
-/// Of four words, columns 2l + {0, 1} of four eights (l = lane % 4): the eight columns of one.
-inline uint4 eight_columns(u32 (&words)[4]) {
-  const bool odd = (Machine::lane() & 1) != 0;
-  const bool high = (Machine::lane() & 2) != 0;
-  const auto exchange = [](u32& one, u32& other, bool second, u32 distance) {
-    const u32 got = __shfl_xor_sync(~0U, second ? one : other, distance);
-    one = second ? got : one;
-    other = second ? other : got;
-  };
-  exchange(words[0], words[1], odd, 1);
-  exchange(words[2], words[3], odd, 1);
-  exchange(words[0], words[2], high, 2);
-  exchange(words[1], words[3], high, 2);
-  return make_uint4(words[0], words[1], words[2], words[3]);
-}
-/// The same of accumulators i, i + 4, i + 8, i + 12 and those behind each.
+/// Eight columns of accumulators i, i + 4, i + 8, i + 12 and those behind each.
 template <u32 kRegisters>
 inline uint4 eight_columns(const float (&d)[kRegisters], u32 i) {
   u32 words[4];
@@ -181,13 +188,44 @@ inline void put_saved(float (&d)[kFirstSums], const SavedColumns& columns, u32 f
     const uint4 eight = columns.halves[half];
     // Who has eight columns of one gets two of each of four eights: the same exchange.
     u32 words[4] = {eight.x, eight.y, eight.z, eight.w};
-    eight_columns(words);
+    if constexpr (kColumnsAlternate) {
+      halves_of_eight(words, eight);
+    } else {
+      eight_columns(words);
+    }
 #pragma unroll
     for (u32 k = 0; k < 4; ++k) {
-      const u32 i = half * kHalfSums + first + 4 * k;
+      const u32 i =
+          kColumnsAlternate ? pair_at(first + 4 * k) + half : half * kHalfSums + first + 4 * k;
+      const u32 next = i + (kColumnsAlternate ? 4 : 1);
       d[i] = saved ? Element::low(words[k]) : d[i];
-      d[i + 1] = saved ? Element::high(words[k]) : d[i + 1];
+      d[next] = saved ? Element::high(words[k]) : d[next];
     }
+  }
+}
+
+/// Eight kept columns, of a thread's four words. By a whole warp.
+inline uint4 kept_eight(u32 (&words)[4]) {
+  if constexpr (kColumnsAlternate) {
+    return eight_of_halves(words);
+  } else if constexpr (kTransposed) {
+    return eight_columns(words);
+  } else {
+    return make_uint4(words[0], words[1], words[2], words[3]);
+  }
+}
+/// Keeps the gradients of eight gates and eight ups in turn, of words that have columns l and l + 4
+/// of four eights. By a whole warp.
+inline void keep_pairs(bool wanted, u8* to, const u32 (&gates)[4], const u32 (&ups)[4]) {
+  constexpr u32 kWhich[2] = {0x5410U, 0x7632U};
+#pragma unroll
+  for (u32 half = 0; half < 2; ++half) {
+    u32 words[4];
+#pragma unroll
+    for (u32 k = 0; k < 4; ++k) {
+      words[k] = permute_bytes(gates[k], ups[k], kWhich[half]);
+    }
+    store_vector(wanted, to + half * sizeof(uint4), eight_columns(words));
   }
 }
 
@@ -220,9 +258,11 @@ inline void keep_derived(float (&d)[kFirstSums], const u32 (&d_values)[kHalfSums
 #pragma unroll
       for (u32 k = 0; k < 4; ++k) {
         const u32 i = first + 4 * k;
-        const u32 up = kShape.gated() ? kHalfSums + i : i;
-        const Derived made =
-            derive<kActivation>(make_float2(d[i], d[i + 1]), make_float2(d[up], d[up + 1]));
+        const u32 gate = kColumnsAlternate ? pair_at(i) : i;
+        const u32 up = !kShape.gated() ? i : kColumnsAlternate ? gate + 1 : kHalfSums + i;
+        constexpr u32 kNext = kColumnsAlternate ? 4 : 1;
+        const Derived made = derive<kActivation>(make_float2(d[gate], d[gate + kNext]),
+                                                 make_float2(d[up], d[up + kNext]));
         const float2 d_value =
             make_float2(Element::low(d_values[i / 2]), Element::high(d_values[i / 2]));
         product += d_value.x * made.value.x + d_value.y * made.value.y;
@@ -234,11 +274,14 @@ inline void keep_derived(float (&d)[kFirstSums], const u32 (&d_values)[kHalfSums
       }
       const bool wanted = row.there && (kWholeValues || column < kKeptColumns);
       u8* const to = row.kept + u64{column} * 2;
-      store_vector(wanted, to, make_uint4(values[0], values[1], values[2], values[3]));
-      store_vector(wanted, to + kDHiddenAt, make_uint4(gates[0], gates[1], gates[2], gates[3]));
-      if constexpr (kShape.gated()) {
-        store_vector(wanted, to + kDHiddenAt + kKeptColumns * 2,
-                     make_uint4(ups[0], ups[1], ups[2], ups[3]));
+      store_vector(wanted, to, kept_eight(values));
+      if constexpr (kColumnsAlternate) {
+        keep_pairs(wanted, to + kDHiddenAt + u64{column} * 2, gates, ups);
+      } else {
+        store_vector(wanted, to + kDHiddenAt, kept_eight(gates));
+        if constexpr (kShape.gated()) {
+          store_vector(wanted, to + kDHiddenAt + kKeptColumns * 2, kept_eight(ups));
+        }
       }
     }
     product = sum_of_row(product);
@@ -305,7 +348,7 @@ MOEOS_INLINED void compute_tile(const RankArguments& given, const Slot& slot, Re
     u32 d_values[kHalfSums / 2];
     {
       float d[kHalfSums] = {};
-      multiply_by_columns(d, rehearses ? 0 : kHiddenSteps, group, shared, stage);
+      multiply_turned(d, rehearses ? 0 : kHiddenSteps, group, shared, stage);
 #pragma unroll
       for (u32 i = 0; i < kHalfSums / 2; ++i) {
         d_values[i] = Element::pack(d[2 * i], d[2 * i + 1]);
@@ -317,7 +360,7 @@ MOEOS_INLINED void compute_tile(const RankArguments& given, const Slot& slot, Re
     keep_derived(d, d_values, arguments, task, slot.word.part());
   } else {
     float d[kSecondSums] = {};
-    multiply_by_columns(d, rehearses ? 0 : kSecondSteps, group, shared, stage);
+    multiply_turned(d, rehearses ? 0 : kSecondSteps, group, shared, stage);
     stamp_computed(shared, place);
     return_results(d, arguments, task, slot, slot.word.part());
   }

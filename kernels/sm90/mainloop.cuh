@@ -10,12 +10,21 @@
 
 namespace moeos::sm90 {
 
+/// Which way experts' weights lie in a stage.
+inline constexpr Major kWeightsMajor = kTransposed ? Major::columns : Major::depth;
+
 /// One K-step of 16 elements out of a stage, whose rows and columns begin at `rows` and `columns`.
-template <u32 kRegisters>
+template <Major kOfColumns = Major::depth, u32 kRegisters>
 inline void multiply(float (&d)[kRegisters], const u8* rows, const u8* columns, u32 k) {
   constexpr u32 kInstructionBytes = 32;  // 16 elements
-  multiply_accumulate<MOEOS_FLOAT16>(d, matrix_descriptor(rows + k * kInstructionBytes),
-                                     matrix_descriptor(columns + k * kInstructionBytes));
+  const u64 of_rows = matrix_descriptor(rows + k * kInstructionBytes);
+  if constexpr (kOfColumns == Major::columns) {
+    multiply_accumulate<MOEOS_FLOAT16, Major::depth, Major::columns>(
+        d, of_rows, columns_descriptor(columns + k * kDepthStepBytes));
+  } else {
+    multiply_accumulate<MOEOS_FLOAT16>(d, of_rows,
+                                       matrix_descriptor(columns + k * kInstructionBytes));
+  }
 }
 
 /// What prepares operands that land as they are multiplied.
@@ -55,7 +64,8 @@ inline void multiply_tile(float (&d)[kRegisters], u32 steps, u32 group, Shared& 
   for_each_step(d, steps, shared, stage, prepare, [&](const Stage& from) {
 #pragma unroll
     for (u32 k = 0; k < kTileDepth / 16; ++k) {
-      multiply(d, from.rows + group * kConsumerRows * kSwizzleBytes, from.weights, k);
+      multiply<kWeightsMajor>(d, from.rows + group * kConsumerRows * kSwizzleBytes, from.weights,
+                              k);
     }
   });
 }
@@ -69,8 +79,8 @@ inline void multiply_narrow(float (&d)[kNarrowColumns / 2], u32 steps, Shared& s
     for (u32 n = 0; n < kNarrowDepth; ++n) {
 #pragma unroll
       for (u32 k = 0; k < kTileDepth / 16; ++k) {
-        multiply(d, from.rows + n * kNarrowRows * kSwizzleBytes,
-                 from.weights + n * kNarrowColumns * kSwizzleBytes, k);
+        multiply<kWeightsMajor>(d, from.rows + n * kNarrowRows * kSwizzleBytes,
+                                from.weights + n * kNarrowColumns * kSwizzleBytes, k);
       }
     }
   });

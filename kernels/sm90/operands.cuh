@@ -110,26 +110,39 @@ inline void find_weights(const RankArguments& arguments, const Task& task, u32 p
   const Product product = product_of(task);
   const u32 columns = columns_of(task);
   const u32 first = index * weight_box_rows_of(task);  // among the part's
-  const u32 up = first >= columns ? product.columns - columns : 0;
+  const bool of_ups = first >= columns;
   const u32 mlp = is_shared(task) ? mlp_of(task, part) : task.local_expert;
   box.of_weights = true;
   // Nobody else reads a narrow tile's weights. L2 is left to what is read again: rows, tables, code
   // (docs/log/0052-weights-that-pass-through.md).
   box.policy = task.narrow != 0 ? CachePolicy::evict_first : CachePolicy::normal;
-  const WeightMaps& maps = is_shared(task) ? arguments.shared : arguments.experts;
+  const WeightMaps& maps = is_shared(task)     ? arguments.shared
+                           : kUpMaps && of_ups ? arguments.ups
+                                               : arguments.experts;
   if (is_deep(task)) {
     box.map = product.activated ? &maps.w1_deep : &maps.w2_deep;
   } else {
     box.map = !product.activated ? &maps.w2 : task.narrow != 0 ? &maps.w1_narrow : &maps.w1;
   }
-  box.row = mlp * weight_rows(product) + first_column_of(task, part) + first + up;
+  const u32 up = of_ups ? (kUpMaps ? 0 : product.columns) - columns : 0;
+  const u32 turns = kColumnsAlternate && product.activated ? 2 : 1;
+  if constexpr (kTransposed) {
+    box.matrix = mlp;
+    box.row = box.column;  // along the depth
+    box.column = first_column_of(task, part) * turns + first + (kColumnsAlternate ? 0 : up);
+  } else {
+    const u32 rows = kUpMaps ? product.columns : weight_rows(product);
+    box.row = mlp * rows + first_column_of(task, part) + first + up;
+  }
   box.place = place + first * (is_deep(task) ? kSwizzleBytes : weight_row_bytes_of(task, part));
 }
 
 /// The load warp, before its first part.
 inline void prefetch_maps(const RankArguments& arguments) {
-  constexpr u32 kMaps =
-      (sizeof(ForwardMaps) + (kShares ? sizeof(SharedMaps) : 0)) / sizeof(TensorMap);
+  constexpr u32 kMaps = (sizeof(ForwardMaps) + (kShares   ? sizeof(SharedMaps)
+                                                : kUpMaps ? sizeof(WeightMaps)
+                                                          : 0)) /
+                        sizeof(TensorMap);
   prefetch_maps<kMaps>(
       reinterpret_cast<const TensorMap*>(&static_cast<const TensorMaps&>(arguments)));
 }
@@ -144,8 +157,12 @@ inline void prefetch_scales(const RankArguments& arguments, const Task& task, u3
       return;
     }
     const u32 first = first_column_of(task, part);
-    const WeightRow row{task.local_expert * matrices_of(product) + nth, first};
     const u32 rows = minimum(columns_of(task), product.columns - first);
+    WeightRow row{task.local_expert * matrices_of(product) + nth, first};
+    if constexpr (kGateUp == GateUp::interleaved) {
+      // Both matrices' rows lie side by side: each lane asks for half of these.
+      row = {task.local_expert * matrices_of(product), first + nth * rows / 2};
+    }
     const u64 begin = reinterpret_cast<u64>(
         scales_of(row, product, product.activated ? arguments.w1_scale : arguments.w2_scale));
     const u64 end = begin + rows * scales_of_row(kFormat, product.depth) * scale_bytes(kFormat);
@@ -189,6 +206,11 @@ inline void load_tile(const RankArguments& arguments, const Layout& layout, cons
             return box.of_weights
                        ? BoxPlace{box.row + mlp * kShape.hidden, weight_column(task, part, column)}
                        : BoxPlace{box.row, column + mlp * kSharedSecond.depth};
+          }
+        }
+        if constexpr (kTransposed) {
+          if (box.of_weights) {
+            return BoxPlace{box.row + step * depth * kTileDepth, box.column};
           }
         }
         const u32 column = box.column + step * depth * box_depth_of(task);

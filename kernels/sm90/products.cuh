@@ -97,6 +97,14 @@ inline Product product_of(const Task& task) {
 constexpr u32 weight_rows(const Product& product) {
   return product.activated ? kShape.w1_rows_of(product.columns) : product.columns;
 }
+/// Where one of its rows lies in memory: of those of all MLPs, or of their biases or scales, of
+/// which each matrix has `rows`. `matrix`: of all, gates and ups being two.
+constexpr u64 row_in_memory(const Product& product, u32 matrix, u32 row, u32 rows) {
+  if (kGateUp == GateUp::interleaved && product.activated) {
+    return u64{matrix / 2} * 2 * rows + 2 * row + matrix % 2;
+  }
+  return u64{matrix} * rows + row;
+}
 /// Columns of a result in one part, of a tile of so many columns.
 constexpr u32 part_columns(const Product& product, u32 tile_columns) {
   return product.activated ? product0_columns(tile_columns) : tile_columns;

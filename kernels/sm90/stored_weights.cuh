@@ -40,8 +40,8 @@ inline WeightRow weight_row_at(const Task& task, u32 part, u32 mlp, u32 place) {
 }
 /// Where its scales begin, of `all`.
 inline const u8* scales_of(const WeightRow& at, const Product& product, const u8* all) {
-  const u64 row =
-      u64{at.matrix} * scale_rows(kFormat, product.columns) + scale_row(kFormat, at.row);
+  const u64 row = row_in_memory(product, at.matrix, scale_row(kFormat, at.row),
+                                scale_rows(kFormat, product.columns));
   return all + row * scales_of_row(kFormat, product.depth) * scale_bytes(kFormat);
 }
 /// A scale of a row, as it is stored.

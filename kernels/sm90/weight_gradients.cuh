@@ -6,6 +6,7 @@
 //   dW1        gradients of h, kept        x
 //   dW2        gradients of the output     activated values, kept
 //
+// Of transposed weights both factors change places, so a gradient lies as its weight does.
 // A product's depth is an expert's rows: both factors have columns next to each other, as tensor
 // cores take them. The first of the two in each line has been multiplied by the rows' weights, or
 // the second. A tile of a gradient has one block, which adds rows up in the order of sources, and
@@ -24,10 +25,14 @@ inline constexpr u32 kRightColumns = kTileColumns;
 inline constexpr u32 kLeftBoxes = kLeftColumns / kBoxColumns;
 inline constexpr u32 kRightBoxes = kRightColumns / kBoxColumns;
 inline constexpr u32 kFactorColumns = kHalves * kKeptColumns;  // kept gradients of h
-inline constexpr u32 kTilesAcross1 = ceil_div(kShape.hidden, kRightColumns);
-inline constexpr u32 kTiles1 = ceil_div(kFactorColumns, kLeftColumns) * kTilesAcross1;
-inline constexpr u32 kTilesAcross2 = ceil_div(kShape.intermediate, kRightColumns);
-inline constexpr u32 kTiles2 = ceil_div(kShape.hidden, kLeftColumns) * kTilesAcross2;
+inline constexpr u32 kLeft1 = kTransposed ? kShape.hidden : kFactorColumns;
+inline constexpr u32 kRight1 = kTransposed ? kFactorColumns : kShape.hidden;
+inline constexpr u32 kLeft2 = kTransposed ? kShape.intermediate : kShape.hidden;
+inline constexpr u32 kRight2 = kTransposed ? kShape.hidden : kShape.intermediate;
+inline constexpr u32 kTilesAcross1 = ceil_div(kRight1, kRightColumns);
+inline constexpr u32 kTiles1 = ceil_div(kLeft1, kLeftColumns) * kTilesAcross1;
+inline constexpr u32 kTilesAcross2 = ceil_div(kRight2, kRightColumns);
+inline constexpr u32 kTiles2 = ceil_div(kLeft2, kLeftColumns) * kTilesAcross2;
 
 /// A consumer warp's rows of a tile and 64 of their columns on their way to memory: a box.
 ///
@@ -56,7 +61,7 @@ struct GradientTile {
   u32 right;    // and its first column of the right one
 
   GradientTile(const GradientArguments& arguments, u32 number) {
-    const u32 first = arguments.d_w1 != nullptr ? kTiles1 : 0;
+    const u32 first = wants_first(arguments) ? kTiles1 : 0;
     const u32 each = each_of(arguments);
     expert = number / each;
     const u32 nth = number % each;
@@ -68,7 +73,10 @@ struct GradientTile {
   }
   /// Tiles of an expert.
   static u32 each_of(const GradientArguments& arguments) {
-    return (arguments.d_w1 != nullptr ? kTiles1 : 0) + (arguments.d_w2 != nullptr ? kTiles2 : 0);
+    return (wants_first(arguments) ? kTiles1 : 0) + (arguments.d_w2 != nullptr ? kTiles2 : 0);
+  }
+  static bool wants_first(const GradientArguments& arguments) {
+    return arguments.d_w1 != nullptr || (kGateUp == GateUp::separate && arguments.d_w3 != nullptr);
   }
 };
 
@@ -116,12 +124,12 @@ inline void load_factors(const GradientArguments& arguments, FactorShared& share
   for_each_gradient(arguments, [&](const GradientTile& tile) {
     const bool of_left = lane < kLeftBoxes;
     const u32 nth = of_left ? lane : lane - kLeftBoxes;
-    const bool of_kept = of_left != tile.second;
+    const bool of_kept = (of_left != tile.second) != kTransposed;
     const TensorMap& map = !of_kept      ? arguments.gradients.inputs
                            : tile.second ? arguments.gradients.values
                                          : arguments.gradients.d_hidden[kCellBoxes - 2];
     const u32 column = (of_left ? tile.left : tile.right) + nth * kBoxColumns +
-                       (of_left && tile.second ? kShape.hidden : 0);
+                       (!of_kept && tile.second ? kShape.hidden : 0);
     for (u32 source = 0; source < kGeometry.world; ++source) {
       const SourceRows rows = rows_of(arguments, tile.expert, source);
       for (u32 first = 0; first < rows.count; first += kDepthRows, at.advance()) {
@@ -187,21 +195,32 @@ inline void clear_behind(Stage& stage, u32 rows) {
   named_barrier(kConsumersBarrier, kConsumerThreads);
 }
 
+/// Whether the gradient of gate rows, or of up rows, is wanted.
+inline bool is_wanted(const GradientArguments& arguments, u32 half) {
+  return kGateUp != GateUp::separate || (half == 0 ? arguments.d_w1 : arguments.d_w3) != nullptr;
+}
+
 /// Stores a warp's rows of a tile by way of its boxes, whose bytes leave while the next tile's
 /// products are under way.
 inline void store_gradients(const float (&d)[kSecondSums], const GradientArguments& arguments,
                             const GradientTile& tile, FactorShared& shared) {
   const u32 lane = Machine::lane();
   const u32 row = tile.left + tile_row(0);
-  const u32 half = row / kKeptColumns;
+  u32 half = row / kKeptColumns;
   const u32 within = row - half * kKeptColumns;
-  const bool there = tile.second ? row < kShape.hidden : half < kHalves;
-  const TensorMap& map = tile.second ? arguments.gradients.d_w2 : arguments.gradients.d_w1;
+  bool there = tile.second ? row < kShape.hidden : half < kHalves;
+  const TensorMap* map = tile.second ? &arguments.gradients.d_w2 : &arguments.gradients.d_w1;
   u32 at[5] = {tile.right, 0, 0, row / 8, tile.expert};
-  if (!tile.second) {
+  if constexpr (kTransposed) {
+    there = row < (tile.second ? kLeft2 : kLeft1);
+  } else if (!tile.second) {
     at[1] = within / kOrderedRows * 4;
     at[3] = within % kOrderedRows / kWarpRows * 2;
-    at[4] = tile.expert * kHalves + half;
+    at[4] = kUpGradientMaps ? tile.expert : tile.expert * kHalves + half;
+    if (kUpGradientMaps && half != 0) {
+      map = &arguments.up_gradients.d_w1;
+    }
+    there = there && is_wanted(arguments, half);
   }
   auto& boxes = shared.boxes[threadIdx.x / 32 - kFirstConsumerWarp];
   const u32 place = lane / 4 % 2 * 4 + lane / 8;  // of this lane's row, of eight
@@ -219,7 +238,7 @@ inline void store_gradients(const float (&d)[kSecondSums], const GradientArgumen
 #pragma unroll
       for (u32 k = 0; k < kBoxSums / 4; ++k) {
         const u32 i = box * kBoxSums + 4 * k + 2 * lower;
-        if (!tile.second) {
+        if (kTransposed || !tile.second) {
           *reinterpret_cast<u32*>(to_row + (k ^ place) * 16 + lane % 4 * 4) =
               Element::pack(d[i], d[i + 1]);
         } else if (k % 4 == 0) {
@@ -234,8 +253,16 @@ inline void store_gradients(const float (&d)[kSecondSums], const GradientArgumen
     fence_proxy_async_shared();
     __syncwarp();
     if (lane == 0) {
-      if (there) {
-        store_box(map, to, at);
+      if constexpr (kTransposed && kUpGradientMaps) {
+        // A box's columns are all of one half, which are columns of that half's map.
+        half = tile.second ? 0 : at[0] / kKeptColumns;
+        const u32 first = half * kKeptColumns;
+        u32 of_half[5] = {at[0] - first, at[1], at[2], at[3], at[4]};
+        if (there && half < kHalves && (tile.second || is_wanted(arguments, half))) {
+          store_box(half != 0 ? arguments.up_gradients.d_w1 : *map, to, of_half);
+        }
+      } else if (there) {
+        store_box(*map, to, at);
       }
       commit_stores();
     }
@@ -292,8 +319,9 @@ inline void add_biases(const GradientArguments& arguments) {
   for (u32 expert = blockIdx.x; expert < arguments.experts; expert += arguments.blocks) {
     const u32 first = threadIdx.x % kConsumerThreads;
     for (u32 n = first; arguments.d_b1 != nullptr && n < kShape.w1_rows(); n += kConsumerThreads) {
-      const u32 half = n / kShape.intermediate;
-      const u32 column = half * kKeptColumns + kept_column(n - half * kShape.intermediate);
+      const bool alternate = kGateUp == GateUp::interleaved;
+      const u32 half = alternate ? n % 2 : n / kShape.intermediate;
+      const u32 column = kept_gradient(half, alternate ? n / 2 : n - half * kShape.intermediate);
       add(arguments.d_b1 + u64{expert} * kShape.w1_rows() * 2, expert, n,
           [&](const u8* kept, u32) { return element(kept + kDHiddenAt, column); });
     }

@@ -178,7 +178,8 @@ inline void start_rows(float (&d)[kColumnSums], const RankArguments& arguments, 
     for (u32 lower = 0; lower < 2; ++lower) {
       const WeightRow row =
           weight_row_at(task, part, task.local_expert, tile_row(lower) + Machine::lane() / 4);
-      values[lower] = Element::low(biases[u64{row.matrix} * product.columns + row.row]);
+      values[lower] =
+          Element::low(biases[row_in_memory(product, row.matrix, row.row, product.columns)]);
     }
   }
 #pragma unroll

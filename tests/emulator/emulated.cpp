@@ -38,6 +38,8 @@ struct RankTensors {
   const u8* d_out;
   u8 *d_x, *d_topk_weights, *d_w1, *d_w2, *d_b1, *d_b2, *d_x_added, *d_shared;
   u8* saved;
+  const u8* w3;
+  u8* d_w3;
   u64 experts;
   u64 saved_of_source;
   u64 rows;
@@ -69,11 +71,21 @@ TensorMap rows_map_of(const u8* base, u64 rows, const Product& product, u32 box_
 WeightMaps maps_of(const Product& first, const Product& second, u64 mlps, bool stored, bool decoded,
                    const u8* w1, const u8* w2) {
   const auto map = [&](const u8* base, const Product& product, u32 box_rows, u32 deep = 1) {
-    const u64 rows = mlps * weight_rows(product);
+    if (kTransposed) {
+      const bool apart = kGateUp == GateUp::separate && product.activated;
+      TensorMap made = map_of(base, mlps * product.depth,
+                              apart ? product.columns : weight_rows(product), kTileDepth);
+      made.sizes[0] = product.depth;
+      return made;
+    }
+    const bool own = kUpMaps && product.activated;
+    const u64 rows = mlps * (own ? product.columns : weight_rows(product));
     const u64 bytes = u64{product.depth} * code_bits(kFormat) / 8;
+    const u64 apart = own && kGateUp == GateUp::interleaved ? 2 : 1;  // rows of one kind
     return stored ? map_of(base, rows, bytes, box_rows, 1,
-                           decoded ? deep * kCodeBytes : kCodedRowBytes)
-                  : map_of(base, rows, product.depth, box_rows);
+                           decoded ? deep * kCodeBytes : kCodedRowBytes, apart * bytes)
+                  : map_of(base, rows, product.depth, box_rows, 2, kSwizzleBytes,
+                           apart * product.depth * 2);
   };
   const u32 box_rows = MOEOS_PLANTED(weight_boxes_end_beyond_the_matrix) ? 128 : kWeightBoxRows;
   const u32 deep = kWeightsInRegisters ? kDeepDepth : 1;
@@ -103,6 +115,13 @@ RankArguments rank_arguments_of(const RankTensors& t, u8* const* peers, u32 rank
   }
   a.experts = maps_of(kFirst, kSecond, experts, kFormat != WeightFormat::plain, kDecodesExperts,
                       t.w1, t.w2);
+  if (kUpMaps) {
+    const u64 row_bytes =
+        u64{kFirst.depth} * (kFormat == WeightFormat::plain ? 16 : code_bits(kFormat)) / 8;
+    const u8* const ups = kGateUp == GateUp::separate ? t.w3 : t.w1 + row_bytes;
+    a.ups = maps_of(kFirst, kSecond, experts, kFormat != WeightFormat::plain, kDecodesExperts, ups,
+                    t.w2);
+  }
   if (kShares) {
     a.shared = maps_of(kSharedFirst, kSharedSecond, kSharedFirst.mlps, kDecodesShared,
                        kDecodesShared, t.shared_w1, t.shared_w2);
@@ -193,20 +212,61 @@ GradientArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank,
   maps.inputs = kCopies ? map_of(t.intermediate + kCopiesAt, kKeptRows, columns, kDepthRows, 2,
                                  kSwizzleBytes, kKeptRowBytes)
                         : maps.rows[kCellBoxes - 2];
-  maps.w1 = map_of(t.w1, experts * kShape.w1_rows(), kShape.hidden, kValueColumns);
-  maps.w1_ordered = map_of(t.w1, experts * kShape.w1_rows(), kShape.hidden, kDepthBoxRows);
-  maps.w2 = map_of(t.w2, experts * kShape.hidden, kShape.intermediate, kDepthRows);
   constexpr u64 kHidden = kShape.hidden;
   constexpr u64 kInner = kShape.intermediate;
-  maps.d_w1 = stored_map_of(
-      t.d_w1, kHidden, {{kInner / 8, 8, 4}, {2, 1, 2}, {4, 2, 2}, {experts * kHalves, kInner, 1}});
-  maps.d_w2 = stored_map_of(t.d_w2, kInner,
-                            {{4, 2, 4}, {2, 1, 2}, {kHidden / 8, 8, 2}, {experts, kHidden, 1}});
+  constexpr bool kSeparate = kGateUp == GateUp::separate;
+  // Rows of w1 from one of a kind to the next, and columns of a transposed one.
+  constexpr u64 kApart = kUpMaps && !kSeparate ? 2 : 1;
+  constexpr u64 kRowColumns = kSeparate ? kInner : kShape.w1_rows();
+  const auto gradient_of_w1 = [&](const u8* base) {
+    if (kTransposed) {
+      TensorMap map =
+          stored_map_of(base, kUpGradientMaps ? kInner : kRowColumns,
+                        {{4, 2, 4}, {2, 1, 2}, {kHidden / 8, 8, 2}, {experts, kHidden, 1}});
+      map.row_bytes = kRowColumns * 2;
+      return map;
+    }
+    TensorMap map = stored_map_of(base, kHidden,
+                                  {{kInner / 8, 8, 4},
+                                   {2, 1, 2},
+                                   {4, 2, 2},
+                                   {kUpMaps ? experts : experts * kHalves, kInner, 1}});
+    map.row_bytes *= kApart;
+    return map;
+  };
+  const auto rows_of_w1 = [&](const u8* base, u32 box_rows) {
+    return map_of(base, experts * (kUpMaps ? kInner : u64{kShape.w1_rows()}), kHidden, box_rows, 2,
+                  kSwizzleBytes, kApart * kHidden * 2);
+  };
+  const u8* const w3 = kSeparate ? t.w3 : t.w1 + (kTransposed ? kInner : kHidden) * 2;
+  const u8* const d_w3 =
+      kSeparate ? t.d_w3
+                : (t.d_w1 == nullptr ? nullptr : t.d_w1 + (kTransposed ? kInner : kHidden) * 2);
+  if (kTransposed) {
+    maps.w1 = map_of(t.w1, experts * kHidden, kRowColumns, kRowsOfBox);
+    a.up_gradients.w1 = map_of(t.w3, experts * kHidden, kRowColumns, kRowsOfBox);
+    const Dimension natural[4] = {{2, 1, 2}, {4, 2, 4}, {kInner / 8, 8, 16}, {experts, kInner, 1}};
+    const Dimension pairs[4] = {{2, 4, 2}, {4, 1, 4}, {kInner / 8, 8, 16}, {experts, kInner, 1}};
+    maps.w2 = stored_map_of(t.w2, kHidden, kColumnsAlternate ? pairs : natural);
+    maps.d_w2 = stored_map_of(t.d_w2, kHidden,
+                              {{4, 2, 4}, {2, 1, 2}, {kInner / 8, 8, 2}, {experts, kInner, 1}});
+  } else {
+    maps.w1 = rows_of_w1(t.w1, kValueColumns);
+    maps.w1_ordered = rows_of_w1(t.w1, kDepthBoxRows);
+    a.up_gradients.w1 = rows_of_w1(w3, kValueColumns);
+    a.up_gradients.w1_ordered = rows_of_w1(w3, kDepthBoxRows);
+    maps.w2 = map_of(t.w2, experts * kHidden, kInner, kDepthRows);
+    maps.d_w2 = stored_map_of(t.d_w2, kInner,
+                              {{4, 2, 4}, {2, 1, 2}, {kHidden / 8, 8, 2}, {experts, kHidden, 1}});
+  }
+  maps.d_w1 = gradient_of_w1(t.d_w1);
+  a.up_gradients.d_w1 = gradient_of_w1(d_w3);
   a.d_out = t.d_out;
   a.d_x = t.d_x;
   a.d_topk_weights = reinterpret_cast<float*>(t.d_topk_weights);
   a.d_w1 = t.d_w1;
   a.d_w2 = t.d_w2;
+  a.d_w3 = t.d_w3;
   a.d_b1 = t.d_b1;
   a.d_b2 = t.d_b2;
   a.d_x_added = reinterpret_cast<const float*>(t.d_x_added);

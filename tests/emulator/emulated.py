@@ -37,6 +37,7 @@ from tests.layers import (
     draw_weights,
 )
 from tests.processes import ROOT
+from tests.weight_layouts import in_layout
 
 DEADLINE_NS = 1_000_000
 """Of the emulated clock, as every other time."""
@@ -63,7 +64,7 @@ _FIELDS = (
     *("shared_w1", "shared_w2", "shared_gate", "shared_w1_scale", "shared_w2_scale"),
     *("shared_w1_scale_2", "shared_w2_scale_2", "ids", "weights", "token_count", "x_scale", "out"),
     *("d_out", "d_x", "d_topk_weights", "d_w1", "d_w2", "d_b1", "d_b2", "d_x_added"),
-    *("d_shared", "saved"),
+    *("d_shared", "saved", "w3", "d_w3"),
 )
 """Tensors of RankTensors in emulated.cpp."""
 
@@ -340,14 +341,7 @@ class EmulatedLayer:
             "x": call.x,
             "x_scale": call.x_scale,
             "gate": w.gate,
-            "w1": w.w1,
-            "w2": w.w2,
-            "b1": w.b1,
-            "b2": w.b2,
-            "w1_scale": w.w1_scale,
-            "w2_scale": w.w2_scale,
-            "w1_scale_2": w.w1_scale_2,
-            "w2_scale_2": w.w2_scale_2,
+            **{"b2": w.b2, **w.scales(), **in_layout(w)},
             "selection_bias": w.selection_bias,
             "router_bias": w.router_bias,
             "expert_scale": w.expert_scale,

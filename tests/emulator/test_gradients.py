@@ -21,6 +21,7 @@ from tests.emulator.emulated import EmulatedLayer, build
 from tests.gradients import FAR_LIMIT, OF_EXPERTS, Gradients, assert_match, drawn
 from tests.layers import PREFERENCES, Call, config, draw_given_call, draw_weights
 from tests.nightly import all_but
+from tests.weight_layouts import in_layout, plain_of
 
 PROCESSORS = 3
 PATIENCE = 40
@@ -114,10 +115,11 @@ class EmulatedGradients(EmulatedLayer):
         mine = self._weights.of_rank(rank, self._ranks, self._placement)
         if self._slicing.cuts:
             mine = self._weights.of_slice(self._slicing, rank, self._ranks)
+        own = {"b2": mine.b2, **in_layout(mine)}
         parts = {
             f"d_{name}": torch.full_like(part, torch.nan)
-            for name in OF_EXPERTS
-            if (part := getattr(mine, name)) is not None
+            for name, part in own.items()
+            if part is not None
         }
         self.found[rank] = {
             "d_x": torch.full_like(call.x, torch.nan),
@@ -134,7 +136,10 @@ class EmulatedGradients(EmulatedLayer):
     def gradients(self, calls: Sequence[Call], seed: int) -> list[Gradients]:
         self(calls, seed)
         return [
-            {name.removeprefix("d_"): gradient for name, gradient in found.items()}
+            plain_of(
+                self._weights.cfg,
+                {name.removeprefix("d_"): gradient for name, gradient in found.items()},
+            )
             for found in self.found
         ]
 

@@ -27,6 +27,7 @@ from moeos.jit import compile_kernel
 from moeos.kernel_shape import KernelShape
 from moeos.slicing import WHOLE, Slicing
 from tests.layers import Call, Weights, config, draw_call, draw_given_call
+from tests.weight_layouts import in_layout
 
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 2e-3}
 """The largest relative Frobenius error of one rank's output of one call."""
@@ -277,11 +278,8 @@ class RankLayer:
         mine = slice(own.start, own.stop)
         self._weights = weights
         self._world = world
-        self._parts = {
-            name: None if part is None else part[mine]
-            for name in ("w1", "w2", "b1", "b2")
-            for part in [getattr(weights, name)]
-        }
+        parts = {"b2": weights.b2, **weights.scales(), **in_layout(weights)}
+        self._parts = {name: None if part is None else part[mine] for name, part in parts.items()}
         self.engine = CudaEngine(weights.cfg, world, world.workspace.shared, slicing=slicing)
 
     def __call__(self, call: Call, tokens: Tensor | None = None) -> Tensor:

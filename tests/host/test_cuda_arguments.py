@@ -3,22 +3,25 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import types
 from typing import Any
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 
-from moeos import cuda_driver
-from moeos.config import MoEConfig
+from moeos import cuda_driver, kernel_shape
+from moeos.config import GateUp, MoEConfig
 from moeos.engines import cuda_arguments
 from moeos.engines.base import CallTensors
 from moeos.engines.cuda_arguments import _MAPS, ArgumentPacker, RankBuffers
 from moeos.kernel_shape import KernelShape
 from moeos.shared_heap import HeapPlace
-from tests.layers import config
+from tests.layers import config, draw_weights
+from tests.weight_layouts import LAYOUTS, in_layout, with_layout
 
 MAP_WORDS = 16
 PLACE = HeapPlace(1280, 4096, 65536, 640)
@@ -337,3 +340,91 @@ def test_memory_that_is_gone_is_refused_by_name_though_shapes_stay(
             with pytest.raises(ValueError, match=f"^{said} reaches to byte"):
                 packer.pack(call._replace(**{name: gone}), 77)
     packer.pack(call, 77)
+
+
+class Reader(Driver):
+    """Makes tensor maps that name a place in `made`, where all says what they were made of."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.made: list[tuple[Any, ...]] = []
+
+    def cuTensorMapEncodeTiled(self, *arguments: Any) -> tuple[int, types.SimpleNamespace]:
+        self.made.append(arguments)
+        return 0, types.SimpleNamespace(opaque=[len(self.made) - 1] * MAP_WORDS)
+
+    def box(self, number: int, *first: int) -> numpy.ndarray[Any, Any]:
+        """What TMA would load of a map: rows as they lie in the stage; `first`: coordinates."""
+        _, dimensions, address, sizes, strides, box, *_ = self.made[number]
+        assert len(first) == dimensions
+        size = sizes[0] * 2 + sum(
+            (n - 1) * stride for n, stride in zip(sizes[1:], strides, strict=True)
+        )
+        memory = (ctypes.c_uint16 * (size // 2)).from_address(address)
+        whole = numpy.lib.stride_tricks.as_strided(
+            numpy.ctypeslib.as_array(memory), sizes[::-1], [*strides[::-1], 2]
+        )
+        loaded = numpy.zeros(box[::-1], numpy.uint16)
+        there = whole[tuple(slice(f, f + n) for f, n in zip(first[::-1], box[::-1], strict=True))]
+        loaded[tuple(slice(n) for n in there.shape)] = there
+        return loaded.reshape(-1, box[0])
+
+
+@pytest.mark.parametrize(("gate_up", "transposed"), LAYOUTS)
+@pytest.mark.parametrize(("hidden", "intermediate"), [(328, 168), (104, 72)])
+def test_maps_of_a_callers_layout_load_what_those_of_the_plain_layout_do(
+    gate_up: GateUp,
+    transposed: bool,
+    hidden: int,
+    intermediate: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = config(hidden=hidden, intermediate=intermediate, dtype=torch.bfloat16, bias=True)
+    weights = with_layout(draw_weights(plain), gate_up, transposed)
+    driver = Reader()
+    monkeypatch.setattr(cuda_driver, "load", lambda: driver)
+    packer = packer_of(weights.cfg)
+    call = tensors_of(plain, torch.zeros(3, hidden, dtype=plain.dtype))
+    moved = {name: part for name, part in in_layout(weights).items() if part is not None}
+    packer.pack(call._replace(**moved), 0)
+    numbers = packer.record.view("<u8")[: len(_MAPS) * MAP_WORDS : MAP_WORDS].tolist()
+    gates, ups = weights.w1.view(torch.int16).chunk(2, 1)
+    of_w2 = weights.w2.view(torch.int16)
+
+    def box(name: str, expert: int, first: int, depth: int, rows: int) -> numpy.ndarray[Any, Any]:
+        """64 elements of some rows from `first` on, of an expert's in a map of so many each."""
+        number = numbers[_MAPS.index(name)]
+        if transposed:
+            return driver.box(number, first, depth, expert)
+        return driver.box(number, depth, 0, (expert * rows + first) // 8, 0, 0)
+
+    def expected(matrix: torch.Tensor, first: int, depth: int, rows: int) -> torch.Tensor:
+        part = torch.zeros(rows, 64, dtype=torch.int16)
+        found = matrix[first : first + rows, depth : depth + 64]
+        part[: found.shape[0], : found.shape[1]] = found
+        if transposed:
+            return part.mT
+        # Of 32 rows, row 8b + 2a + i lies at 8a + 2b + i.
+        return part.unflatten(0, (-1, 4, 4, 2)).transpose(1, 2).flatten(0, 3)
+
+    def assert_loads(box: numpy.ndarray[Any, Any], right: torch.Tensor) -> None:
+        assert (box.view("i2") == right.numpy()).all()
+
+    rows = 64 if transposed else kernel_shape.weight_box_rows(plain)
+    narrow = 64 if transposed else min(rows, kernel_shape.narrow_product0_columns(plain))
+    last = intermediate // 64 * 64
+    for expert, first, depth in ((0, 8, 64), (plain.experts - 1, 0, hidden // 64 * 64)):
+        right = expected(of_w2[expert], first, last, rows)
+        assert_loads(box("w2", expert, first, last, hidden), right)
+        for name, height in (("w1", rows), ("w1_narrow", narrow)):
+            if transposed and gate_up != "separate":  # gates and ups have one map
+                halves = (gates[expert], ups[expert])
+                whole = torch.cat(halves)
+                if gate_up == "interleaved":
+                    whole = torch.stack(halves, 1).flatten(0, 1)
+                right = expected(whole, 2 * first, depth, height)
+                assert_loads(box(name, expert, 2 * first, depth, 0), right)
+            else:  # ups have the maps that other layers' shared experts have
+                for its, part in ((name, gates), (f"shared_{name}", ups)):
+                    right = expected(part[expert], first, depth, height)
+                    assert_loads(box(its, expert, first, depth, intermediate), right)

@@ -51,6 +51,28 @@ inline void load_weights(const TensorMap& map, void* destination, Barrier& barri
       : "memory");
 }
 
+/// The same for a box of transposed weights: of one matrix, from a row of its depth and a column
+/// on. What lies beyond that matrix arrives as zeros.
+inline void load_transposed(const TensorMap& map, void* destination, Barrier& barrier, u32 matrix,
+                            u32 row, u32 column, CachePolicy policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(destination)),
+      "l"(&map), "r"(column), "r"(row), "r"(matrix), "r"(shared_address(&barrier)), "l"(policy)
+      : "memory");
+}
+
+/// The same of rows of one matrix, from a row on that is a multiple of 8, in an order that the map
+/// says: it has the dimensions columns, two that are eight rows, each eight rows, and matrices.
+inline void load_ordered(const TensorMap& map, void* destination, Barrier& barrier, u32 matrix,
+                         u32 row, u32 column) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %4, %4, %3, %5}], [%6];" ::"r"(shared_address(destination)),
+      "l"(&map), "r"(column), "r"(row / 8), "r"(0), "r"(matrix), "r"(shared_address(&barrier))
+      : "memory");
+}
+
 /// Copies `bytes` bytes from global memory and counts them on `barrier`. Addresses and bytes are
 /// multiples of 16.
 inline void load_bytes(const void* source, void* destination, u32 bytes, Barrier& barrier) {

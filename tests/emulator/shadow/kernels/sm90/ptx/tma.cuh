@@ -81,6 +81,49 @@ inline void load_weights(const TensorMap& map, void* destination, Barrier& barri
   });
 }
 
+/// Of a map whose sizes[0] is the rows of each matrix: what lies beyond a matrix is zeros.
+inline void load_transposed(const TensorMap& map, void* destination, Barrier& barrier, u32 matrix,
+                            u32 row, u32 column, CachePolicy) {
+  const auto of_matrix = static_cast<u32>(map.sizes[0]);
+  load_rows(map, destination, barrier, 0, column,
+            [=](u32 r) { return row + r < of_matrix ? matrix * of_matrix + row + r : ~0U; });
+}
+
+/// Of a map that has all its dimensions, as one by which boxes are stored.
+inline void load_ordered(const TensorMap& map, void* destination, Barrier& barrier, u32 matrix,
+                         u32 row, u32 column) {
+  const std::array<u32, 4> first = {0, 0, row / 8, matrix};
+  if (row % 8 != 0) {
+    emulator::stop("an ordered box that begins amid eight rows");
+  }
+  TensorMap rows = map;
+  rows.box_rows = map.box[0] * map.box[1] * map.box[2] * map.box[3];
+  rows.rows = ~u64{0};
+  emulator::later([rows, to = static_cast<u8*>(destination), &barrier, column, first] {
+    const u32 bytes = rows.element_bytes;
+    for (u32 r = 0; r < rows.box_rows; ++r) {
+      u64 from = 0;
+      bool inside = true;
+      u32 rest = r;
+      for (u32 d = 0; d < 4; ++d) {
+        const u64 place = first[d] + rest % rows.box[d];
+        rest /= rows.box[d];
+        inside = inside && place < rows.sizes[d];
+        from += place * rows.strides[d];
+      }
+      for (u32 c = 0; c < rows.box_bytes / bytes; ++c) {
+        u8* const place = swizzled(to + r * rows.box_bytes + c * bytes, rows.box_bytes);
+        if (inside && column + c < rows.columns) {
+          std::memcpy(place, rows.base + from * rows.row_bytes + (column + c) * bytes, bytes);
+        } else {
+          std::memset(place, 0, bytes);
+        }
+      }
+    }
+    barrier.complete(rows.box_rows * rows.box_bytes);
+  });
+}
+
 inline void load_bytes(const void* source, void* destination, u32 bytes, Barrier& barrier) {
   emulator::later([source, destination, bytes, &barrier] {
     std::memcpy(destination, source, bytes);
