@@ -291,7 +291,8 @@ def _unpacked(words: Tensor, bits: int, columns: int) -> Tensor:
     """
     shifts = torch.arange(0, _WORD_BITS, bits, device=words.device, dtype=torch.int32)
     fields = ((words.unsqueeze(-1) >> shifts) & (2**bits - 1)).flatten(1)[:, :columns]
-    return (fields - 2 ** (bits - 1)).float()
+    numbers: Tensor = (fields - 2 ** (bits - 1)).float()
+    return numbers
 
 
 def _require_integers(parts: Parts, shape: tuple[int, int]) -> int:

@@ -90,8 +90,10 @@ def _formats(
     if values.get("quantization_config") is None:
         return {}
     experts = min(count(fields, "experts", 0), MAX_EXPERTS)
+    # A look at two experts of each layer tells whether layers differ.
+    own = range(experts) if layer is not None else (0, experts - 1)
     numbers = sparse_layers.with_experts(values, family.experts_in) if layer is None else [layer]
-    every = [modules.of_layer(family, number, experts, within=within) for number in numbers]
+    every = [modules.of_layer(family, number, own, within=within) for number in numbers]
     said = dequantize or "weight_format" in fields
     has_shared = fields.get("shared_experts", 0) == 1
     found = quantization_configs.formats_of(values, every, has_shared, said)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from moeos.checkpoints.families import Family
@@ -52,7 +52,7 @@ class Modules(NamedTuple):
     shared: Sequence[Matrix]
 
 
-def of_layer(family: Family, layer: int, experts: int, *, within: bool) -> Modules:
+def of_layer(family: Family, layer: int, experts: Iterable[int], *, within: bool) -> Modules:
     """The matrices of a layer. `within`: the model has other inputs besides text."""
     stems = dict.fromkeys((*_WITHIN, *family.stems) if within else family.stems)
     before = [f"{stem}layers.{layer}." for stem in stems]
@@ -61,7 +61,7 @@ def of_layer(family: Family, layer: int, experts: int, *, within: bool) -> Modul
     around = tuple(f"{block}experts" for block in blocks)
     routed = [
         Matrix(tuple(block + _module_of(name).format(expert) for block in blocks), around)
-        for expert in range(1 if row.stacked else experts)
+        for expert in ((0,) if row.stacked else experts)
         for name in row.matrices
     ]
     shared = None if family.shared is None else family.shared.layouts[0]

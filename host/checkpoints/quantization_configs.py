@@ -213,11 +213,12 @@ def _of_group(field: str, weights: Values) -> WeightFormat | _Unheld:
     if weights.get("actorder") in ("group", True):
         raise _unread(f"{field}.actorder", weights["actorder"], ("static", None))
     if (kind, bits) == ("float", 8):
-        if strategy in _STRATEGIES:
-            return _STRATEGIES[strategy]
+        held = _STRATEGIES.get(str(strategy))
+        if held is not None:
+            return held
         return _unheld(f"{field}.strategy", strategy, _STRATEGIES)
     if kind == "float":
-        if group not in _OF_4_BITS:
+        if not isinstance(group, int) or group not in _OF_4_BITS:
             raise _unread(f"{field}.group_size", group, _OF_4_BITS)
         return _OF_4_BITS[group]
     if bits != 4:

@@ -119,6 +119,33 @@ def fp8_blocks_of_bytes(generator: torch.Generator, shape: tuple[int, int]) -> Q
     return parts | {"weight_scale_inv": parts["weight_scale_inv"].view(torch.uint8)}, numbers
 
 
+def fp8_blocks_of_compressed_tensors(
+    generator: torch.Generator, shape: tuple[int, int]
+) -> Quantised:
+    parts, numbers = fp8_blocks(generator, shape)
+    return {"weight": parts["weight"], "weight_scale": parts["weight_scale_inv"]}, numbers
+
+
+def int8_rows(generator: torch.Generator, shape: tuple[int, int]) -> Quantised:
+    weight = drawn_bits(generator, *shape).view(torch.int8)
+    scale = (torch.rand(shape[0], 1, generator=generator) + 0.5).bfloat16()
+    return {"weight": weight, "weight_scale": scale}, weight.double() * scale.double()
+
+
+def int8_with_zeros(generator: torch.Generator, shape: tuple[int, int]) -> Quantised:
+    parts, _ = int8_rows(generator, shape)
+    zero = drawn_bits(generator, shape[0], 1).view(torch.int8)
+    numbers = (parts["weight"].double() - zero.double()) * parts["weight_scale"].double()
+    return parts | {"weight_zero_point": zero}, numbers
+
+
+def mxfp4_packed(generator: torch.Generator, shape: tuple[int, int]) -> Quantised:
+    pairs = drawn_bits(generator, shape[0], shape[1] // 2)
+    bits, scale = exponents(generator, shape[0], shape[1] // 32)
+    numbers = by_groups(small_float(nibbles(pairs), 2, 1), scale, 1, 32)
+    return {"weight_packed": pairs, "weight_scale": bits}, numbers
+
+
 def fp8_rows(generator: torch.Generator, shape: tuple[int, int]) -> Quantised:
     weight, numbers = drawn_e4m3(generator, *shape)
     scale = (torch.rand(shape[0], 1, generator=generator) + 0.5).bfloat16()
@@ -181,8 +208,12 @@ ONE_BY_ONE: dict[str, How] = {
     "fp8_blocks_of_bytes": fp8_blocks_of_bytes,
     "fp8_rows": fp8_rows,
     "fp8_matrix": fp8_matrix,
+    "fp8_blocks_of_compressed_tensors": fp8_blocks_of_compressed_tensors,
+    "int8_rows": int8_rows,
+    "int8_with_zeros": int8_with_zeros,
     "nvfp4": nvfp4,
     "nvfp4_packed": nvfp4_packed,
+    "mxfp4_packed": mxfp4_packed,
     "int4": int4,
     "int4_rows": int4_rows,
 }
@@ -379,10 +410,12 @@ HELD: dict[str, tuple[How, str]] = {
     "fp8_blocks": (fp8_blocks, "fp8_block128"),
     "fp8_blocks_ue8m0": (fp8_blocks_ue8m0, "fp8_block128"),
     "fp8_blocks_of_bytes": (fp8_blocks_of_bytes, "fp8_block128"),
+    "fp8_blocks_of_compressed_tensors": (fp8_blocks_of_compressed_tensors, "fp8_block128"),
     "fp8_rows": (fp8_rows, "fp8_channel"),
     "fp8_matrix": (fp8_matrix, "fp8_tensor"),
     "fp8_matrix, a scale a row": (fp8_matrix, "fp8_channel"),
     "nvfp4": (nvfp4, "nvfp4"),
+    "mxfp4_packed": (mxfp4_packed, "mxfp4"),
     "int4": (int4, "int4_group32"),
 }
 

@@ -6,8 +6,10 @@ their own functions make of the tensors.
 
 from __future__ import annotations
 
+import ast
 import fnmatch
 import json
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -87,7 +89,9 @@ def test_the_names_of_experts_are_those_of_the_familys_files(name: str, tmp_path
     tensors, prefix = block.files(tmp_path)
     family = FAMILIES[block.row.family]
     within = block.hf_config.get_text_config() is not block.hf_config
-    experts = block.config.router_rows  # with those that LongCat-Flash stores, and no call reads
+    experts = range(
+        block.config.router_rows
+    )  # with those that LongCat-Flash stores, and no call reads
     every = modules.of_layer(family, block.row.layer, experts, within=within)
     known = {own for matrix in every.experts for own in matrix.own}
     shared = {own for matrix in every.shared for own in matrix.own}
@@ -593,6 +597,58 @@ def test_the_format_that_a_refusal_names_loads(how: str, wanted: str, found: str
     drawn.read(again, tensors)
 
 
+REFUSED: list[tuple[drawn.How, str, str]] = [
+    (drawn.fp8_blocks, "mxfp4", "weight_format"),
+    (drawn.fp8_rows, "fp8_tensor", "weight_format"),
+    (drawn.fp8_rows, "fp8_block128", "weight_format"),
+    (drawn.fp8_matrix, "fp8_block128", "weight_format"),
+    (drawn.fp8_blocks_of_compressed_tensors, "fp8_channel", "weight_format"),
+    (drawn.mxfp4_packed, "nvfp4", "weight_format"),
+    (drawn.e5m2, "fp8_block128", "weight_format"),
+    (drawn.int8_rows, "fp8_channel", "weight_format"),
+    (drawn.int8_with_zeros, "fp8_channel", "weight_format"),
+    (drawn.int4_rows, "int4_group32", "weight_format"),
+    (drawn.int4_fp16, "int4_group32", "weight_format"),
+    (drawn.plain, "fp8_channel", "weight_format"),
+    (drawn.fp8_rows, "fp8_tensor", "shared_weight_format"),
+    (drawn.e5m2, "fp8_block128", "shared_weight_format"),
+    (drawn.int4_rows, "int4_group32", "shared_weight_format"),
+    (drawn.plain, "nvfp4", "shared_weight_format"),
+]
+
+
+@pytest.mark.parametrize(("how", "wanted", "field"), REFUSED)
+def test_what_a_refused_matrix_is_to_be_held_as_is_loaded(
+    how: drawn.How, wanted: str, field: str
+) -> None:
+    tensors, fields = drawn.block(how)[0], {"weight_format": wanted}
+    if field == "shared_weight_format":
+        own = {row: each for each, row in drawn.HELD.values()}[wanted]
+        tensors = drawn.block(own)[0] | {
+            name: part for name, part in drawn.with_shared(how).items() if ".shared_" in name
+        }
+        fields |= {"shared_experts": 1, "shared_intermediate": drawn.INTERMEDIATE, field: wanted}
+    with pytest.raises(ValueError, match=f": set {field}=") as caught:
+        drawn.read(drawn.config(**fields), tensors)
+    (said,) = re.findall(rf": set {field}=(\w+|'\w+')", str(caught.value))
+    drawn.read(drawn.config(**fields | {field: ast.literal_eval(said)}), tensors)
+
+
+def test_several_shared_experts_in_a_format_are_loaded_as_the_refusal_says() -> None:
+    tensors = drawn.with_shared(drawn.fp8_rows)
+    half = drawn.INTERMEDIATE // 2
+    fields: dict[str, Any] = {"weight_format": "fp8_channel", "shared_intermediate": half}
+    fields |= {"shared_experts": 2, "shared_weight_format": "fp8_channel"}
+    with pytest.raises(
+        ValueError,
+        match=rf"set shared_experts=1 and shared_intermediate={2 * half}, or shared_weight_format",
+    ):
+        drawn.read(drawn.config(**fields), tensors)
+    one = {"shared_experts": 1, "shared_intermediate": 2 * half}
+    for others in (one, {"shared_weight_format": None}):
+        drawn.read(drawn.config(**fields | others), tensors)
+
+
 # --- scales ---------------------------------------------------------------------------------------
 
 SCALES: list[tuple[drawn.How, str, str, int | float]] = [
@@ -607,6 +663,7 @@ SCALES: list[tuple[drawn.How, str, str, int | float]] = [
     (drawn.nvfp4, "nvfp4", "weight_scale_2", float("nan")),
     (drawn.nvfp4_packed, "nvfp4", "weight_global_scale", 0.0),
     (drawn.int4, "int4_group32", "weight_scale", float("nan")),
+    (drawn.mxfp4_packed, "mxfp4", "weight_scale", 0xFF),
 ]
 
 
