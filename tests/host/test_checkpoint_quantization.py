@@ -315,6 +315,18 @@ def test_the_text_model_within_another_is_named_as_that_names_it() -> None:
         assert MoEConfig.from_hf(outer, 2).weight_format == "fp8_block128"
 
 
+def test_gpt_oss_leaves_out_what_its_own_config_names_and_a_layer_that_is_added() -> None:
+    left_out = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens"]
+    sizes = {"model_type": "gpt_oss", "num_hidden_layers": 36, "num_local_experts": 4}
+    # A star is that of a regular expression, as transformers reads it.
+    for added, layers in ((None, ()), ("model.layers.3", (3,)), ("model.layers.3.*", (3, 31))):
+        entries = left_out if added is None else [*left_out, added]
+        method = {"quant_method": "mxfp4", "modules_to_not_convert": entries}
+        for layer in (0, 3, 13, 31):
+            found = MoEConfig.from_hf(quantized(sizes, method), layer).weight_format
+            assert found == (None if layer in layers else "mxfp4")
+
+
 def test_a_config_object_of_transformers_says_the_same_as_its_json() -> None:
     transformers = pytest.importorskip("transformers")
     method = compressed(CHANNEL, ignore=[r"re:.*layers\.3\..*"])
