@@ -406,14 +406,15 @@ class MoEConfig:
 
         docs/checkpoints.md lists the families that are understood, and what of them is not. Shared
         experts are part of the layer where the table says so: as one MLP, as checkpoints have them.
-        Of a quantised model `weight_format` is what it ships its experts in. With `quant_method`
-        "fp8" `shared_weight_format` is the same, unless its config leaves shared experts out.
+        Of a quantised model `weight_format` is what it ships the layer's experts in, None where it
+        leaves them out. `shared_weight_format` is the same, unless it leaves shared experts out.
 
         Args:
             config: a transformers config, or the dict that a config.json holds; also that of a
                 model of several kinds of input, of which the text model's is taken.
-            layer: the number of the layer, which is then checked to have routed experts. None: any
-                that has; then no list of one number a layer can be read.
+            layer: the number of the layer, which is then checked to have routed experts; those that
+                predict further tokens follow the model's own. None: any that has; then no list of
+                one number a layer can be read, and all layers must be in one format.
             shared: False: the layer has no shared experts, as the caller adds them.
             dequantize: True: `weight_format` is None, so that what a model ships in a format of its
                 own becomes numbers in `dtype` when it is read.
@@ -422,7 +423,8 @@ class MoEConfig:
         Raises:
             TypeError: an argument has the wrong type, or a field of `changes` is none of a config.
             ValueError: the family is not known, a field has a value for which there is no rule
-                here, or the layer has no routed experts.
+                here, the layer has no routed experts, or they are in several formats or in one that
+                no layer holds.
         """
         from moeos.checkpoints.hf_config import config_from_hf  # which needs this module
 

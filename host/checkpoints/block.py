@@ -27,6 +27,7 @@ from moeos.checkpoints.formats import (
     Unfit,
     hold,
     part_name,
+    require_finite,
 )
 from moeos.checkpoints.layouts import Layout
 from moeos.checkpoints.shared_names import SharedNames
@@ -336,7 +337,9 @@ class _Experts:
                 parts = self._whole_parts(found, matrix, row, each)
                 first = found.prefix + part_name(matrix, row.parts[0])
                 _require_held(row, first, "shared_weight_format", wanted)
-                with _named(lambda part: found.prefix + part_name(matrix, part)):  # noqa: B023
+                name_of = lambda part: found.prefix + part_name(matrix, part)  # noqa: E731, B023
+                with _named(name_of, "shared_weight_format"):
+                    require_finite(row, parts)
                     held = hold(row, parts, each, halves // count, wanted)
                 for into, its in zip(made, held, strict=True):
                     if into is not None and its is not None:
@@ -410,6 +413,7 @@ class _Experts:
                 first = self._part_name(template, row.parts[0], local)
                 _require_held(row, first, "weight_format", wanted)
                 with _named(lambda part: self._part_name(template, part, local)):  # noqa: B023
+                    require_finite(row, parts)
                     held = hold(row, parts, (rows, columns), halves, wanted)
                 for into, part in zip(made, held, strict=True):
                     if into is not None and part is not None:
@@ -620,16 +624,27 @@ def _matrix_of(
 ) -> Tensor:
     """A matrix of its parts; `name`: of each of them, for errors."""
     with _named(name):
+        require_finite(row, parts)
         return row.dequantise(parts, shape)
 
 
 @contextlib.contextmanager
-def _named(name: Callable[[str], str]) -> Iterator[None]:
-    """Makes `ValueError`, with the name of the part, of what does not fit."""
+def _named(name: Callable[[str], str], field: str = "weight_format") -> Iterator[None]:
+    """Makes `ValueError`, with the name of the part, of what does not fit.
+
+    `field`: what the config calls the format.
+    """
     try:
         yield
     except Unfit as error:
-        raise ValueError(f"{name(error.part)} {error.reason}") from None
+        said = f"{name(error.part)} {error.reason}"
+        if error.instead != ():
+            # Shared experts have the routed ones' format, or none.
+            instead = None if field == "shared_weight_format" else error.instead
+            said += f": set {field}={instead!r}"
+            if instead is None and field == "weight_format":
+                said += ", which MoEConfig.from_hf(..., dequantize=True) does"
+        raise ValueError(said) from None
 
 
 def _in_order(rows: Tensor, interleaved: bool) -> Tensor:

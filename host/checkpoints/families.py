@@ -71,6 +71,11 @@ class Family:
         hashed_in: what a layer's type is whose experts a table chooses, by tokens' numbers; these
             have routing "ids" and no selection bias.
         groups_if: a field, and what it says where experts are chosen by groups; None: they are.
+        blocks: what a layer calls the module of the experts, in files and among transformers'
+            modules; "" is the layer itself.
+        stems: what stands before "layers." there, in a model of text alone.
+        predicts: the field that says how many layers follow the model's own, to predict further
+            tokens; these have experts. None: there are none of that kind.
         latent: a field, and what its number is: the size that experts read and return, where the
             router reads `hidden`. Then routing is "caller", whose the projections are as well, and
             the shared experts, which read what the router does.
@@ -90,11 +95,16 @@ class Family:
     routing: str = "layer"
     hashed_in: str | None = None
     groups_if: tuple[str, str] | None = None
+    blocks: tuple[str, ...] = ("mlp",)
+    stems: tuple[str, ...] = ("model.",)
+    predicts: str | None = None
     latent: str | None = None
 
 
 _SWIGLU = {"silu": "swiglu", "swish": "swiglu"}
 _FP32 = {"router_dtype": "float32"}
+_SPARSE_MOE = ("block_sparse_moe", "mlp")
+_PREDICTS = "num_nextn_predict_layers"
 
 
 def _reads(
@@ -209,6 +219,7 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family(
         said="Mixtral",
         model_types=("mixtral",),
+        blocks=_SPARSE_MOE,
         layouts=(layouts.NUMBERED, layouts.STACKED),
         reads=_local(4096, 14336, 8, 2),
         activations=_SWIGLU,
@@ -276,6 +287,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family(
         said="DeepSeek-V3, Kimi-K2",
         model_types=("deepseek_v3", "kimi_k2"),
+        predicts=_PREDICTS,
         layouts=_SPLIT_AND_STACKED,
         reads={**_deepseek(7168, 2048, 256, 8), **_grouped(2.5, 8, 4)},
         rules=_NOAUX,
@@ -287,6 +299,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v32": Family(
         said="DeepSeek-V3.2",
         model_types=("deepseek_v32",),
+        predicts=_PREDICTS,
         layouts=_SPLIT_AND_STACKED,
         reads={**_deepseek(7168, 2048, 256, 8), **_grouped(2.5, 8, 4)},
         rules=_NOAUX,
@@ -298,6 +311,9 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v4": Family(
         said="DeepSeek-V4",
         model_types=("deepseek_v4",),
+        blocks=("ffn", "mlp"),
+        stems=("", "model."),
+        predicts=_PREDICTS,
         layouts=(layouts.DEEPSEEK_V4_FILES, layouts.DEEPSEEK_V4_MODULES),
         reads={
             **_deepseek(4096, 2048, 256, 6),
@@ -315,6 +331,7 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": Family(
         said="GLM-4.5, GLM-4.6",
         model_types=("glm4_moe",),
+        predicts=_PREDICTS,
         layouts=_SPLIT_AND_STACKED,
         reads={**_deepseek(4096, 1408, 128, 8), **_grouped(1.0, 1, 1)},
         rules=_NOAUX,
@@ -326,6 +343,7 @@ FAMILIES: dict[str, Family] = {
     "glm_moe_dsa": Family(
         said="GLM-5",
         model_types=("glm_moe_dsa",),
+        predicts=_PREDICTS,
         layouts=_SPLIT_AND_STACKED,
         reads={**_deepseek(6144, 2048, 256, 8), **_grouped(2.5, 1, 1)},
         rules=_NOAUX,
@@ -355,6 +373,7 @@ FAMILIES: dict[str, Family] = {
     "llama4": Family(
         said="Llama-4",
         model_types=("llama4_text",),
+        blocks=("feed_forward",),
         layouts=(layouts.LLAMA4,),
         reads=_local(5120, 8192, 16, 1),
         rules={"scoring": "sigmoid", "renormalize": False, "apply_router_weight_on_input": True},
@@ -365,6 +384,7 @@ FAMILIES: dict[str, Family] = {
     "minimax_m2": Family(
         said="MiniMax-M2",
         model_types=("minimax_m2",),
+        blocks=_SPARSE_MOE,
         layouts=(layouts.NUMBERED, layouts.STACKED),
         reads=_local(3072, 1536, 256, 8),
         rules={"scoring": "sigmoid", "selection_bias": True},
@@ -374,6 +394,7 @@ FAMILIES: dict[str, Family] = {
     "minimax_m3": Family(
         said="MiniMax-M3",
         model_types=("minimax_m3_vl_text",),
+        blocks=_SPARSE_MOE,
         layouts=(layouts.NUMBERED, layouts.STACKED),
         reads={
             **_local(6144, 3072, 128, 4),
@@ -429,6 +450,7 @@ FAMILIES: dict[str, Family] = {
     "granitemoe": Family(
         said="Granite",
         model_types=("granitemoe", "granitemoeshared"),
+        blocks=_SPARSE_MOE,
         layouts=(layouts.GRANITE_FILES, layouts.STACKED_WITH_ROUTER),
         reads=_local(4096, 11008, 8, 2),
         activations=_SWIGLU,
@@ -437,6 +459,7 @@ FAMILIES: dict[str, Family] = {
     "granitemoehybrid": Family(
         said="Granite-4",
         model_types=("granitemoehybrid",),
+        blocks=_SPARSE_MOE,
         layouts=(layouts.GRANITE_FILES, layouts.STACKED_WITH_ROUTER),
         reads=_local(4096, 11008, 8, 2),
         activations=_SWIGLU,
@@ -445,6 +468,7 @@ FAMILIES: dict[str, Family] = {
     "jamba": Family(
         said="Jamba",
         model_types=("jamba",),
+        blocks=("feed_forward",),
         layouts=(layouts.SPLIT_WITH_ROUTER, layouts.STACKED_WITH_ROUTER),
         reads=_local(4096, 14336, 16, 2),
         rules={"renormalize": False},
@@ -454,6 +478,7 @@ FAMILIES: dict[str, Family] = {
     "phimoe": Family(
         said="Phi-3.5-MoE",
         model_types=("phimoe",),
+        blocks=_SPARSE_MOE,
         layouts=(layouts.NUMBERED, layouts.STACKED_WITH_ROUTER),
         reads=_local(4096, 6400, 16, 2),
         activations=_SWIGLU,
@@ -482,6 +507,8 @@ FAMILIES: dict[str, Family] = {
     "nemotron_h": Family(
         said="Nemotron-H",
         model_types=("nemotron_h",),
+        blocks=("mixer",),
+        stems=("backbone.", "model."),
         layouts=(layouts.NEMOTRON_FILES, layouts.NEMOTRON_MODULES),
         reads={**_deepseek(4096, 7688, 8, 2), **_grouped(1.0, 1, 1)},
         rules=_NOAUX,
@@ -500,6 +527,7 @@ FAMILIES: dict[str, Family] = {
     "gemma4": Family(
         said="Gemma-4",
         model_types=("gemma4_text",),
+        blocks=("",),
         layouts=(layouts.GEMMA4,),
         reads=_reads(
             2304,

@@ -17,7 +17,6 @@ from torch import Tensor
 from moeos.formats import (
     BLOCK,
     INT4_GROUP,
-    INT4_ZERO,
     MX_GROUP,
     NV_GROUP,
     WeightFormat,
@@ -30,13 +29,17 @@ HOW_TO_DEQUANTISE = (
     f"dequantise it to one of {', '.join(map(str, LOADABLE))}, or keep beside it the scales that "
     "it was stored with"
 )
+_DAMAGED = "the file is damaged: fetch it again, or quantize the model again"
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _BYTES = (torch.uint8, torch.int8)
 _EXPONENTS = getattr(torch, "float8_e8m0fnu", torch.uint8)  # PyTorch has it since 2.7
 _PAIRS = getattr(torch, "float4_e2m1fn_x2", torch.uint8)  # and this since 2.8
-_INT4_IN_WORD = 8
+_WORD_BITS, _INT4_BITS = 32, 4
+INTEGER_BITS = (4, 8)
+"""Of integers in words."""
 
 Parts = Mapping[str, Tensor]
+Instead = WeightFormat | tuple[()] | None
 
 
 class Unfit(Exception):
@@ -45,12 +48,17 @@ class Unfit(Exception):
     Attributes:
         part: the end of its name.
         reason: what is said after the name.
+        instead: the format with which a layer takes the matrix, None for numbers; () where it takes
+            it with none.
     """
 
-    def __init__(self, part: str, reason: str) -> None:
+    def __init__(
+        self, part: str, reason: str, instead: WeightFormat | tuple[()] | None = ()
+    ) -> None:
         super().__init__(f"{part} {reason}")
         self.part = part
         self.reason = reason
+        self.instead = instead
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +75,8 @@ class Format:
             the scales of activations.
         held_as: the formats of a layer that can be it as it is shipped; see `hold`.
         grains: of each part the rows and columns of the matrix for which one element stands, 0 for
-            all; none where that depends on more than the part's name.
+            all; of several the first that fits the part's shape. None where no more than the part's
+            name and shape does not tell.
     """
 
     name: str
@@ -76,7 +85,12 @@ class Format:
     dequantise: Callable[[Parts, tuple[int, int]], Tensor]
     unused: tuple[str, ...] = ()
     held_as: tuple[WeightFormat, ...] = ()
-    grains: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    grains: Mapping[str, tuple[tuple[int, int], ...]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def scales(self) -> tuple[str, ...]:
+        """The parts that numbers are multiplied by."""
+        return tuple(part for part in self.parts if "scale" in part)
 
 
 class Held(NamedTuple):
@@ -95,6 +109,22 @@ def hold(
     `halves`: matrices that it is made of, gate and up, or 1.
     """
     return _HOLD[wanted](row, parts, shape, halves)
+
+
+def require_finite(row: Format, parts: Parts) -> None:
+    """Raises `Unfit` for a NaN or an infinity among a matrix's scales, and for what becomes one."""
+    for name in row.scales:
+        scale = parts[name]
+        bad = ~_number(scale).isfinite()
+        if name == "weight_global_scale":  # whose reciprocal is taken
+            bad |= ~scale.float().reciprocal().isfinite()
+        if bad.any():
+            first = bad.nonzero()[0].tolist()
+            raise Unfit(
+                name,
+                f"has {int(bad.sum())} of {bad.numel()} scales that are no finite numbers, the "
+                f"first {_number(scale)[tuple(first)].item()} at {first}; {_DAMAGED}",
+            )
 
 
 def part_name(matrix: str, part: str) -> str:
@@ -134,20 +164,59 @@ def _blocks(parts: Parts, of_blocks: str, shape: tuple[int, int]) -> Tensor:
     return weight.float() * scales.repeat_interleave(BLOCK, 1)[:, : shape[1]]
 
 
-def _fp8(parts: Parts, shape: tuple[int, int]) -> Tensor:
+def _codes_of_8_bits(parts: Parts, shape: tuple[int, int]) -> Tensor:
     weight = parts["weight"]
-    _require("weight", weight, _FP8, shape)
-    return weight.float() * _of_rows(parts["weight_scale"], shape).float()
+    _require("weight", weight, (*_FP8, torch.int8), shape)
+    numbers, scales = weight.float(), _everywhere("weight_scale", parts["weight_scale"], shape)
+    if "weight_zero_point" in parts:
+        numbers = numbers - _everywhere("weight_zero_point", parts["weight_zero_point"], shape)
+    return numbers * scales
 
 
-def _of_rows(scale: Tensor, shape: tuple[int, int]) -> Tensor:
-    """[1, 1] or [rows, 1]: a scale a matrix or a row."""
+def _everywhere(part: str, scale: Tensor, shape: tuple[int, int]) -> Tensor:
+    """What multiplies a matrix, or is taken from it, in float32: [rows, columns], or what expands
+    to that. `scale`: a number a matrix, a row, a group of a row's columns, or a block.
+    """
+    rows, columns = shape
+    grid = _grid(part, scale, shape)
+    values = (exponent_value(grid) if _is_exponent(part, grid) else grid.float()).view(grid.shape)
+    if _is_of_blocks(grid, shape):
+        values = values.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+    elif grid.shape[1] > 1:
+        values = values.repeat_interleave(columns // grid.shape[1], 1)
+    return values
+
+
+def _grid(part: str, scale: Tensor, shape: tuple[int, int]) -> Tensor:
+    """[1, 1], [rows, 1], [rows, groups] or [blocks of rows, blocks of columns]."""
     if scale.numel() == 1:
         scale = scale.reshape(1, 1)
     elif scale.dim() == 1:
         scale = scale.unsqueeze(1)
-    _require("weight_scale", scale, LOADABLE, (1 if len(scale) == 1 else shape[0], 1))
+    rows, columns = shape
+    fits = scale.dim() == 2 and scale.shape[1] > 0
+    if fits and not _is_of_blocks(scale, shape):
+        fits = scale.shape[0] in (1, rows) and columns % scale.shape[1] == 0
+        fits = fits and (len(scale) > 1 or scale.shape[1] == 1)
+    if not fits:
+        blocks = [-(-length // BLOCK) for length in shape]
+        raise Unfit(
+            part,
+            f"has shape {list(scale.shape)}; this config needs [1] for the matrix, [{rows}, 1] for "
+            f"its rows, [{rows}, groups] with groups that divide {columns}, or {blocks} for blocks "
+            f"of {BLOCK}x{BLOCK}",
+        )
+    _require(part, scale, (*LOADABLE, torch.int8, torch.uint8, _EXPONENTS), tuple(scale.shape))
     return scale
+
+
+def _is_exponent(part: str, grid: Tensor) -> bool:
+    return grid.dtype == torch.uint8 and "scale" in part
+
+
+def _is_of_blocks(grid: Tensor, shape: tuple[int, int]) -> bool:
+    blocks = tuple(-(-length // BLOCK) for length in shape)
+    return tuple(grid.shape) == blocks and blocks != (shape[0], 1)
 
 
 def _mxfp4(parts: Parts, shape: tuple[int, int]) -> Tensor:
@@ -190,23 +259,52 @@ def _scales_of_groups(parts: Parts, of_all: str, power: int, shape: tuple[int, i
     return parts[of_all].float().reshape(1, 1).pow(power)
 
 
-def _int4(parts: Parts, shape: tuple[int, int]) -> Tensor:
-    _require_int4(parts, shape)
-    packed, columns = parts["weight_packed"], shape[1]
-    shifts = torch.arange(0, 4 * _INT4_IN_WORD, 4, device=packed.device, dtype=torch.int32)
-    fields = ((packed.unsqueeze(-1) >> shifts) & 0xF).flatten(1)[:, :columns]
-    return _times_groups((fields - INT4_ZERO).float(), parts["weight_scale"].float())
+def _mxfp4_packed(parts: Parts, shape: tuple[int, int]) -> Tensor:
+    _require_mxfp4_packed(parts, shape)
+    scales = _number(parts["weight_scale"])
+    return _times_groups(_e2m1("weight_packed", parts["weight_packed"], shape), scales)
 
 
-def _require_int4(parts: Parts, shape: tuple[int, int]) -> None:
-    """Raises unless words and scales fit each other and the shape."""
+def _require_mxfp4_packed(parts: Parts, shape: tuple[int, int]) -> None:
+    rows, columns = shape
+    _require("weight_packed", parts["weight_packed"], (*_BYTES, _PAIRS), (rows, columns // 2))
+    groups = (rows, columns // MX_GROUP)
+    _require("weight_scale", parts["weight_scale"], (torch.uint8, _EXPONENTS), groups)
+
+
+def _integers(parts: Parts, shape: tuple[int, int]) -> Tensor:
+    bits = _require_integers(parts, shape)
+    numbers = _unpacked(parts["weight_packed"], bits, shape[1])
+    scale = parts["weight_scale"]
+    if "weight_zero_point" in parts:
+        words = parts["weight_zero_point"]
+        wanted = (-(-shape[0] * bits // _WORD_BITS), scale.shape[1])
+        _require("weight_zero_point", words, (torch.int32,), wanted)
+        zeros = _unpacked(words.mT, bits, shape[0]).mT
+        numbers = numbers - zeros.repeat_interleave(shape[1] // scale.shape[1], 1)
+    return _times_groups(numbers, scale.float())
+
+
+def _unpacked(words: Tensor, bits: int, columns: int) -> Tensor:
+    """Signed integers [rows, columns] in float32, of words [rows, words], in which they lie
+    from the lowest bits on with half of their range added.
+    """
+    shifts = torch.arange(0, _WORD_BITS, bits, device=words.device, dtype=torch.int32)
+    fields = ((words.unsqueeze(-1) >> shifts) & (2**bits - 1)).flatten(1)[:, :columns]
+    numbers: Tensor = (fields - 2 ** (bits - 1)).float()
+    return numbers
+
+
+def _require_integers(parts: Parts, shape: tuple[int, int]) -> int:
+    """Bits of an integer; raises unless words and scales fit each other and the shape."""
     rows, columns = shape
     told = parts.get("weight_shape")
     if told is not None and tuple(told.tolist()) != shape:
         raise Unfit("weight_shape", f"is {told.tolist()}; this config needs {list(shape)}")
-    words = -(-columns // _INT4_IN_WORD)
     packed = parts["weight_packed"]
-    _require("weight_packed", packed, (torch.int32,), (rows, words))
+    words = {-(-columns * bits // _WORD_BITS): bits for bits in INTEGER_BITS}
+    bits = words.get(packed.shape[-1] if packed.dim() == 2 else 0, _INT4_BITS)
+    _require("weight_packed", packed, (torch.int32,), (rows, -(-columns * bits // _WORD_BITS)))
     scale = parts["weight_scale"]
     if scale.dim() != 2 or len(scale) != rows or scale.shape[1] == 0 or columns % scale.shape[1]:
         raise Unfit(
@@ -215,62 +313,75 @@ def _require_int4(parts: Parts, shape: tuple[int, int]) -> None:
             f"{columns}",
         )
     _require("weight_scale", scale, LOADABLE, tuple(scale.shape))
+    return bits
 
 
 # --- as they are shipped -------------------------------------------------------------------------
-
-_IN_NUMBERS = (
-    "set weight_format=None, which MoEConfig.from_hf(..., dequantize=True) does, to read it in "
-    "numbers"
-)
 
 
 def _hold_blocks(row: Format, parts: Parts, shape: tuple[int, int], halves: int) -> Held:
     weight, of_blocks = parts["weight"], row.parts[1]
     _require_e4m3(weight, shape)
     blocks = tuple(-(-length // BLOCK) for length in shape)
+    if row.name == "codes_of_8_bits":
+        _refuse_other_grid(_grid(of_blocks, parts[of_blocks], shape), shape, "fp8_block128")
     _require(of_blocks, parts[of_blocks], (*LOADABLE, _EXPONENTS, torch.uint8), blocks)
     if shape[0] // halves % BLOCK != 0 and halves > 1:
         raise Unfit(
             of_blocks,
             f"has a block with rows of gate and of up, as {shape[0] // halves} is no multiple of "
-            f"{BLOCK}: {_IN_NUMBERS}",
+            f"{BLOCK}",
+            None,
         )
-    return Held(weight, _number(parts[of_blocks]))
+    return Held(weight, _number(parts[of_blocks]).view(blocks))
 
 
 def _hold_rows(row: Format, parts: Parts, shape: tuple[int, int], halves: int) -> Held:
-    return Held(parts["weight"], _fp8_scale(parts, shape).expand(shape[0]))
+    return Held(parts["weight"], _fp8_scale(parts, shape, "fp8_channel").expand(shape[0]))
 
 
 def _hold_matrix(row: Format, parts: Parts, shape: tuple[int, int], halves: int) -> Held:
-    scale = _fp8_scale(parts, shape)
-    if len(scale) > 1:
-        raise Unfit(
-            "weight_scale",
-            f"has a number for each of {len(scale)} rows, and weight_format is 'fp8_tensor': set "
-            "weight_format='fp8_channel'",
-        )
-    return Held(parts["weight"], scale.expand(halves))
+    return Held(parts["weight"], _fp8_scale(parts, shape, "fp8_tensor").expand(halves))
 
 
-def _fp8_scale(parts: Parts, shape: tuple[int, int]) -> Tensor:
+def _fp8_scale(parts: Parts, shape: tuple[int, int], wanted: WeightFormat) -> Tensor:
     """[1] or [rows], in float32."""
     _require_e4m3(parts["weight"], shape)
-    return _of_rows(parts["weight_scale"], shape).float().flatten()
+    grid = _grid("weight_scale", parts["weight_scale"], shape)
+    _refuse_other_grid(grid, shape, wanted)
+    return _number(grid).flatten()
+
+
+def _refuse_other_grid(grid: Tensor, shape: tuple[int, int], wanted: WeightFormat) -> None:
+    """Raises for scales of which a format has others."""
+    own: WeightFormat | None
+    if grid.numel() == 1:
+        own, each = "fp8_tensor", "the matrix"
+    elif _is_of_blocks(grid, shape):
+        own, each = "fp8_block128", f"each block of {BLOCK}x{BLOCK}"
+    elif grid.shape[1] == 1:
+        own, each = "fp8_channel", f"each of {shape[0]} rows"
+    else:
+        own, each = None, f"{shape[1] // grid.shape[1]} columns of a row"
+    of_one = own == "fp8_tensor" and (
+        wanted == "fp8_channel" or max(shape) <= BLOCK  # one block
+    )
+    if own != wanted and not of_one:
+        raise Unfit("weight_scale", f"has a number for {each}, which is not {wanted!r}", own)
 
 
 def _require_e4m3(weight: Tensor, shape: tuple[int, int]) -> None:
-    if weight.dtype == torch.float8_e5m2:
-        raise Unfit(
-            "weight", f"is {weight.dtype}, and a layer's is {torch.float8_e4m3fn}: {_IN_NUMBERS}"
-        )
+    if weight.dtype in (torch.float8_e5m2, torch.int8):
+        raise Unfit("weight", f"is {weight.dtype}, and a layer's is {torch.float8_e4m3fn}", None)
     _require("weight", weight, (torch.float8_e4m3fn,), shape)
 
 
 def _hold_mxfp4(row: Format, parts: Parts, shape: tuple[int, int], halves: int) -> Held:
     if row.name == "mxfp4":
         pairs, scale = _pairs_of_blocks(parts, shape), parts["scales"]
+    elif row.name == "mxfp4_packed":
+        _require_mxfp4_packed(parts, shape)
+        pairs, scale = parts["weight_packed"], parts["weight_scale"]
     else:
         pairs, scale = parts["weight"], parts["scale"]
         _require("weight", pairs, (*_BYTES, _PAIRS), (shape[0], shape[1] // 2))
@@ -287,14 +398,18 @@ def _hold_nvfp4(row: Format, parts: Parts, shape: tuple[int, int], halves: int) 
 
 
 def _hold_int4(row: Format, parts: Parts, shape: tuple[int, int], halves: int) -> Held:
-    _require_int4(parts, shape)
+    bits = _require_integers(parts, shape)
+    if bits != _INT4_BITS:
+        said = f"has integers of {bits} bits, and a layer's are of {_INT4_BITS}"
+        raise Unfit("weight_packed", said, None)
     scale = parts["weight_scale"]
     group = shape[1] // scale.shape[1]
     if group != INT4_GROUP or scale.dtype != torch.bfloat16:
         raise Unfit(
             "weight_scale",
             f"is {scale.dtype} and has a number for {group} columns, and a layer's is "
-            f"{torch.bfloat16} for {INT4_GROUP}: {_IN_NUMBERS}",
+            f"{torch.bfloat16} for {INT4_GROUP}",
+            None,
         )
     # A word's first code is in its lowest bits, which are those of its first byte.
     return Held(parts["weight_packed"].contiguous().view(torch.uint8), scale)
@@ -313,6 +428,7 @@ _HOLD: Mapping[str, Callable[[Format, Parts, tuple[int, int], int], Held]] = {
     "int4_group32": _hold_int4,
 }
 
+_SCALE_GRAINS = ((0, 0), (1, 0), (BLOCK, BLOCK))
 PLAIN = Format("plain", "unquantised", ("weight",), _plain)
 FORMATS: tuple[Format, ...] = (
     PLAIN,
@@ -323,7 +439,7 @@ FORMATS: tuple[Format, ...] = (
         _fp8_blocks,
         ("activation_scale", "input_scale"),
         held_as=("fp8_block128",),
-        grains={"weight": (1, 1), "weight_scale_inv": (BLOCK, BLOCK)},
+        grains={"weight": ((1, 1),), "weight_scale_inv": ((BLOCK, BLOCK),)},
     ),
     Format(
         "scaled_blocks",
@@ -333,13 +449,25 @@ FORMATS: tuple[Format, ...] = (
         held_as=("fp8_block128", "mxfp4"),
     ),
     Format(
-        "fp8",
-        "FP8 with a scale a row or a matrix (weight_scale)",
+        "codes_of_8_bits",
+        "FP8 or int8 with a scale a matrix, a row, a group or a block (weight_scale)",
         ("weight", "weight_scale"),
-        _fp8,
+        _codes_of_8_bits,
         ("input_scale",),
-        held_as=("fp8_channel", "fp8_tensor"),
-        grains={"weight": (1, 1), "weight_scale": (1, 0)},
+        held_as=("fp8_channel", "fp8_tensor", "fp8_block128"),
+        grains={"weight": ((1, 1),), "weight_scale": _SCALE_GRAINS},
+    ),
+    Format(
+        "int8_asymmetric",
+        "int8 with a zero (weight_scale and weight_zero_point)",
+        ("weight", "weight_scale", "weight_zero_point"),
+        _codes_of_8_bits,
+        ("input_scale", "input_zero_point"),
+        grains={
+            "weight": ((1, 1),),
+            "weight_scale": _SCALE_GRAINS,
+            "weight_zero_point": _SCALE_GRAINS,
+        },
     ),
     Format(
         "mxfp4",
@@ -347,7 +475,7 @@ FORMATS: tuple[Format, ...] = (
         ("blocks", "scales"),
         _mxfp4,
         held_as=("mxfp4",),
-        grains={"blocks": (1, MX_GROUP), "scales": (1, MX_GROUP)},
+        grains={"blocks": ((1, MX_GROUP),), "scales": ((1, MX_GROUP),)},
     ),
     Format(
         "nvfp4",
@@ -356,7 +484,11 @@ FORMATS: tuple[Format, ...] = (
         _nvfp4,
         ("input_scale",),
         held_as=("nvfp4",),
-        grains={"weight": (1, 2), "weight_scale": (1, NV_GROUP), "weight_scale_2": (0, 0)},
+        grains={
+            "weight": ((1, 2),),
+            "weight_scale": ((1, NV_GROUP),),
+            "weight_scale_2": ((0, 0),),
+        },
     ),
     Format(
         "nvfp4_packed",
@@ -366,17 +498,31 @@ FORMATS: tuple[Format, ...] = (
         ("input_global_scale",),
         held_as=("nvfp4",),
         grains={
-            "weight_packed": (1, 2),
-            "weight_scale": (1, NV_GROUP),
-            "weight_global_scale": (0, 0),
+            "weight_packed": ((1, 2),),
+            "weight_scale": ((1, NV_GROUP),),
+            "weight_global_scale": ((0, 0),),
         },
     ),
     Format(
-        "int4",
-        "int4 (weight_packed and weight_scale)",
+        "mxfp4_packed",
+        "MXFP4 (weight_packed and weight_scale)",
+        ("weight_packed", "weight_scale"),
+        _mxfp4_packed,
+        held_as=("mxfp4",),
+        grains={"weight_packed": ((1, 2),), "weight_scale": ((1, MX_GROUP),)},
+    ),
+    Format(
+        "integers",
+        "integers of 4 or 8 bits in words (weight_packed, weight_scale and weight_shape)",
         ("weight_packed", "weight_scale", "weight_shape"),
-        _int4,
+        _integers,
         held_as=("int4_group32",),
+    ),
+    Format(
+        "integers_asymmetric",
+        "integers of 4 or 8 bits in words with a zero (weight_packed and weight_zero_point)",
+        ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape"),
+        _integers,
     ),
 )
 BY_NAME = {row.name: row for row in FORMATS}

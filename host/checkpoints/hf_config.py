@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from moeos.checkpoints import quantization_configs, sparse_layers
+from moeos.checkpoints import modules, quantization_configs, sparse_layers
 from moeos.checkpoints.families import BY_MODEL_TYPE, FAMILIES, NEUTRAL, Family, Read, SharedExperts
 from moeos.checkpoints.fields import Values, count, listed, require_works, shown, works
-from moeos.config import DTYPES, MoEConfig
+from moeos.config import DTYPES, MAX_EXPERTS, MoEConfig
 
 _SIZES = ("hidden", "intermediate", "experts", "top_k", "zero_experts")
 """Of which null means nothing: no model's code takes it for its default."""
@@ -29,13 +29,14 @@ def config_from_hf(
     for switch, value in (("shared", shared), ("dequantize", dequantize)):
         if not isinstance(value, bool):
             raise TypeError(f"{switch} is {value!r}; it must be True or False")
-    name, values = _family_of(quantization_configs.table_of("config", config))
+    outer = quantization_configs.table_of("config", config)
+    name, values = _family_of(outer)
     family = FAMILIES[name]
     fields: dict[str, Any] = {"family": name, "routing": family.routing}
     if "dtype" not in changes:
         fields["dtype"] = _dtype_of(values)
     if layer is not None:
-        sparse_layers.require_experts(values, family.experts_in, layer)
+        sparse_layers.require_experts(values, family.experts_in, layer, family.predicts)
         if (
             family.hashed_in is not None
             and sparse_layers.type_of(values, layer) == family.hashed_in
@@ -50,10 +51,6 @@ def config_from_hf(
     for field, working in {**NEUTRAL, **family.works}.items():
         if field not in known:
             require_works(values, field, working)
-    if dequantize or "weight_format" in changes:
-        quantization_configs.require_known(values)
-    else:
-        fields["weight_format"] = quantization_configs.weight_format_of(values)
     for field, read in reads.items():
         fields[field] = _look_up(values, read, layer, is_size=field in _SIZES)
     if family.activations:
@@ -64,19 +61,43 @@ def config_from_hf(
     fields |= family.rules
     if family.groups_if is not None and values.get(family.groups_if[0]) != family.groups_if[1]:
         fields |= {"expert_groups": 1, "top_groups": 1}
-    if "weight_format" in fields and quantization_configs.holds_shared(values):
-        has_shared = changes.get("shared_experts", fields.get("shared_experts", 0)) == 1
-        fields["shared_weight_format"] = fields["weight_format"] if has_shared else None
     if fields["routing"] != "layer":
         fields["selection_bias"] = False  # of a choice that the layer does not make
     if "router_dtype" in fields:
         fields["router_dtype"] = DTYPES[fields["router_dtype"]]
     try:
+        fields |= _formats(
+            values, family, layer, fields | dict(changes), dequantize, values is not outer
+        )
         return MoEConfig(**(fields | dict(changes)))
     except (TypeError, ValueError) as error:
         wrong = reads.get(str(error).partition(" ")[0])
         called = "" if wrong is None else f"{wrong.names[0]}: "
         raise type(error)(f"{called}{error}") from None
+
+
+def _formats(
+    values: Values,
+    family: Family,
+    layer: int | None,
+    fields: Values,
+    dequantize: bool,
+    within: bool,
+) -> dict[str, Any]:
+    """The fields of formats; none where the caller has said them. `within`: the text model is part
+    of a model of several inputs.
+    """
+    if values.get("quantization_config") is None:
+        return {}
+    experts = min(count(fields, "experts", 0), MAX_EXPERTS)
+    # A look at two experts of each layer tells whether layers differ.
+    own = range(experts) if layer is not None else (0, experts - 1)
+    numbers = sparse_layers.with_experts(values, family.experts_in) if layer is None else [layer]
+    every = [modules.of_layer(family, number, own, within=within) for number in numbers]
+    said = dequantize or "weight_format" in fields
+    has_shared = fields.get("shared_experts", 0) == 1
+    found = quantization_configs.formats_of(values, every, has_shared, said)
+    return {} if said else {"weight_format": found.experts, "shared_weight_format": found.shared}
 
 
 def _family_of(values: Values) -> tuple[str, Values]:

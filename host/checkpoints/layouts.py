@@ -83,7 +83,10 @@ class Layout:
     experts_norm: str | None = None
     zero_experts_padded: bool = False
     scope: tuple[str, ...] = ()
-    formats: tuple[str, ...] = ("plain", "fp8_blocks", "fp8", "nvfp4", "nvfp4_packed", "int4")
+    formats: tuple[str, ...] = (
+        *("plain", "fp8_blocks", "codes_of_8_bits", "int8_asymmetric", "nvfp4", "nvfp4_packed"),
+        *("mxfp4_packed", "integers", "integers_asymmetric"),
+    )
     callers: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -121,7 +124,7 @@ _STACKED = Layout(
     second="experts.down_proj",
     first_biases=("experts.gate_up_proj_bias",),
     second_bias="experts.down_proj_bias",
-    formats=("plain", "fp8_blocks", "fp8"),
+    formats=("plain", "fp8_blocks", "codes_of_8_bits"),
 )
 
 
@@ -193,7 +196,7 @@ NEMOTRON_MODULES = Layout(
     second="experts.down_proj",
     gated=False,
     callers=LATENT,
-    formats=("plain", "fp8_blocks", "fp8"),
+    formats=("plain", "fp8_blocks", "codes_of_8_bits"),
 )
 
 LAYOUTS: tuple[Layout, ...] = (

@@ -20,13 +20,21 @@ _NEMOTRON_PATTERN = "ME*-"
 _SPARSE = ("sparse", "moe", "hash_moe")
 
 
-def require_experts(values: Values, rule: str, layer: int) -> None:
-    """Raises unless the layer has routed experts; `rule` is a key of RULES."""
+def require_experts(values: Values, rule: str, layer: int, predicts: str | None) -> None:
+    """Raises unless the layer has routed experts; `rule` is a key of RULES, and `predicts` the
+    field that says how many layers with experts follow those of the model, or None.
+    """
     if isinstance(layer, bool) or not isinstance(layer, int):
         raise TypeError(f"layer is {layer!r}; it must be of type int")
-    layers = count(values, "num_hidden_layers", count(values, "num_layers", 0, 1), 1)
-    if layer < 0 or (layers and layer >= layers):
-        raise ValueError(f"layer is {layer}; it must be at least 0 and below {layers}")
+    layers = _layers(values)
+    more = 0 if predicts is None else count(values, predicts, 0)
+    if layer < 0 or (layers and layer >= layers + more):
+        and_more = f", as {predicts} is {more}" if more else ""
+        raise ValueError(
+            f"layer is {layer}; it must be at least 0 and below {layers + more}{and_more}"
+        )
+    if layers and layer >= layers:
+        return
     said, has = RULES[rule](values)
     if not has(layer):
         sparse = [number for number in range(layers or layer) if has(number)]
@@ -36,11 +44,24 @@ def require_experts(values: Values, rule: str, layer: int) -> None:
         )
 
 
+def _layers(values: Values) -> int:
+    """How many the model has; 0: its config does not say."""
+    return count(values, "num_hidden_layers", count(values, "num_layers", 0, 1), 1)
+
+
+def with_experts(values: Values, rule: str) -> list[int]:
+    """The model's layers that have routed experts; one where its config does not say how many it
+    has.
+    """
+    _, has = RULES[rule](values)
+    return [number for number in range(_layers(values)) if has(number)] or [0]
+
+
 def type_of(values: Values, layer: int) -> object:
     """What `mlp_layer_types` calls a layer, or would."""
-    types = listed(values, "mlp_layer_types", layer)
+    types = listed(values, "mlp_layer_types")
     if types is not None:
-        return types[layer]
+        return types[layer] if layer < len(types) else None
     return "hash_moe" if layer < count(values, "num_hash_layers", _HASH_LAYERS) else None
 
 

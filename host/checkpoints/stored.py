@@ -98,27 +98,39 @@ class Stored:
         return None
 
     def cuts(
-        self, grains: Mapping[str, tuple[int, int]], shapes: Mapping[str, tuple[int, ...]]
+        self,
+        grains: Mapping[str, tuple[tuple[int, int], ...]],
+        shapes: Mapping[str, tuple[int, ...]],
     ) -> dict[str, Cut | None]:
         """The same of each part of such a tensor, by its name in `shapes`.
 
         None at all where parts have to be taken whole: where their shapes are not those of the
         matrix's format, or a slice ends amid an element. `grains`: of a part the rows and columns
-        for which an element stands, 0 for all of them.
+        for which an element stands, 0 for all of them; the first that fits its shape counts.
         """
         cut, found = self.cut, dict[str, Cut | None]()
         if cut is None:
             return found
         for part, shape in shapes.items():
-            grain = grains[part][cut.dim] if part in grains else None
-            if grain == 0 or math.prod(shape) == 1:
+            if math.prod(shape) == 1:
                 found[part] = None
                 continue
-            ends = [end for run in cut.runs for end in run]
-            if grain is None or len(shape) <= cut.dim or any(end % grain for end in ends):
+            fitting = [each for each in grains.get(part, ()) if self._fits(each, shape)]
+            if not fitting:
                 return {}
-            if shape[cut.dim] != -(-self.each[cut.dim] // grain):
+            grain = fitting[0][cut.dim]
+            if grain == 0:
+                found[part] = None
+                continue
+            if any(end % grain for run in cut.runs for end in run):
                 return {}
             runs = tuple((begin // grain, end // grain) for begin, end in cut.runs)
             found[part] = Cut(cut.dim, runs)
         return found
+
+    def _fits(self, grain: tuple[int, int], shape: tuple[int, ...]) -> bool:
+        """Whether elements that stand for so many rows and columns have this shape."""
+        grid = [
+            1 if n == 0 else -(-length // n) for n, length in zip(grain, self.each, strict=True)
+        ]
+        return [*shape[:2], *[1] * (2 - len(shape))] == grid

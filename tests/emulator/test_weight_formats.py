@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from moeos.formats import NAMES
-from tests.emulator.emulated import assert_computes
-from tests.layers import config, draw_weights
+from tests.emulator.emulated import EmulatedLayer, assert_computes, build
+from tests.layers import config, draw_given_call, draw_weights
 from tests.nightly import all_but
 
 PATIENCE = 80
@@ -88,3 +88,31 @@ def test_scales_of_any_power_of_two_mean_what_they_say(tmp_path: Path) -> None:
     w2_scale[:, 3::64, 4] = 131
     weights = dataclasses.replace(drawn, w1_scale=w1_scale, w2_scale=w2_scale)
     assert_computes(cfg, 1, tmp_path, PATIENCE, weights)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("form", NAMES)
+def test_a_scale_that_is_nan_makes_the_rows_of_its_expert_nan_and_no_others(
+    form: str, tmp_path: Path
+) -> None:
+    sizes: dict[str, Any] = {"dtype": torch.bfloat16, "max_tokens": 64, "top_k": 1}
+    cfg = config(hidden=288, intermediate=160, weight_format=form, **sizes)
+    drawn = draw_weights(cfg)
+    assert drawn.w1_scale is not None
+    scale = drawn.w1_scale.clone()
+    first = scale[1].flatten()[:1]
+    if form == "mxfp4":
+        first.fill_(0xFF)
+    elif form == "nvfp4":
+        first.view(torch.uint8).fill_(0x7F)
+    else:
+        first.fill_(torch.nan)
+    weights = dataclasses.replace(drawn, w1_scale=scale)
+    emulated = EmulatedLayer(build(cfg, 1, 3, tmp_path), weights, 1, patience=PATIENCE)
+    call = draw_given_call(cfg, 64, 0)
+    (y,) = emulated([call], 0)
+    assert call.ids is not None
+    hit = call.ids.flatten() == 1
+    assert 0 < int(hit.sum()) < 64
+    assert y[hit].isnan().all()
+    assert y[~hit].isfinite().all()

@@ -362,7 +362,7 @@ def test_a_wrong_prefix_is_answered_with_the_nearest_right_ones() -> None:
     ("name", "message"),
     [
         ("experts.0.gate_proj.weight_scale_inv", "weight is torch.float32; beside the other parts"),
-        ("experts.0.gate_proj.weight_zero_point", "is not understood"),
+        ("experts.0.gate_proj.weight_zero_point", "is no format that can be read"),
         ("gate.bias", "is not understood"),
         ("router.weight", "is not used by the layer"),
         ("correction_bias", "is not used by the layer"),

@@ -421,12 +421,12 @@ def changed(**fields: Any) -> dict[str, Any]:
         (
             changed(quantization_config={"quant_method": "gptq"}),
             3,
-            "quantization_config.quant_method is 'gptq'; what works here is 'fp8'",
+            "quantization_config.quant_method is 'gptq'; what is read here is 'fp8'",
         ),
         (
             changed(quantization_config={"quant_method": "fp8", "weight_block_size": [64, 64]}),
             3,
-            r"weight_block_size is \[64, 64\]; what works here is \[128, 128\]",
+            r"weight_block_size is \[64, 64\]; what is read here is \[128, 128\]",
         ),
         (
             changed(),
@@ -520,9 +520,11 @@ def test_the_layers_with_experts_are_those_of_transformers_model(name: str) -> N
         else:
             with pytest.raises(ValueError, match="which has no routed experts"):
                 MoEConfig.from_hf(config, layer)
-    beyond = rf"layer is {max(layers)}; it must be .* below|; layer {max(layers)} is beyond it"
+    predicts = FAMILIES[TINY[name].family].predicts
+    end = max(layers) + (getattr(config, predicts, 0) if predicts is not None else 0)
+    beyond = rf"layer is {end}; it must be .* below|; layer {end} is beyond it"
     with pytest.raises(ValueError, match=beyond):
-        MoEConfig.from_hf(config, max(layers))
+        MoEConfig.from_hf(config, end)
 
 
 def test_a_layer_that_cannot_route_as_its_model_does_says_so_before_it_computes() -> None:

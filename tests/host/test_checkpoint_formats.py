@@ -119,6 +119,33 @@ def fp8_blocks_of_bytes(generator: torch.Generator, shape: tuple[int, int]) -> Q
     return parts | {"weight_scale_inv": parts["weight_scale_inv"].view(torch.uint8)}, numbers
 
 
+def fp8_blocks_of_compressed_tensors(
+    generator: torch.Generator, shape: tuple[int, int]
+) -> Quantised:
+    parts, numbers = fp8_blocks(generator, shape)
+    return {"weight": parts["weight"], "weight_scale": parts["weight_scale_inv"]}, numbers
+
+
+def int8_rows(generator: torch.Generator, shape: tuple[int, int]) -> Quantised:
+    weight = drawn_bits(generator, *shape).view(torch.int8)
+    scale = (torch.rand(shape[0], 1, generator=generator) + 0.5).bfloat16()
+    return {"weight": weight, "weight_scale": scale}, weight.double() * scale.double()
+
+
+def int8_with_zeros(generator: torch.Generator, shape: tuple[int, int]) -> Quantised:
+    parts, _ = int8_rows(generator, shape)
+    zero = drawn_bits(generator, shape[0], 1).view(torch.int8)
+    numbers = (parts["weight"].double() - zero.double()) * parts["weight_scale"].double()
+    return parts | {"weight_zero_point": zero}, numbers
+
+
+def mxfp4_packed(generator: torch.Generator, shape: tuple[int, int]) -> Quantised:
+    pairs = drawn_bits(generator, shape[0], shape[1] // 2)
+    bits, scale = exponents(generator, shape[0], shape[1] // 32)
+    numbers = by_groups(small_float(nibbles(pairs), 2, 1), scale, 1, 32)
+    return {"weight_packed": pairs, "weight_scale": bits}, numbers
+
+
 def fp8_rows(generator: torch.Generator, shape: tuple[int, int]) -> Quantised:
     weight, numbers = drawn_e4m3(generator, *shape)
     scale = (torch.rand(shape[0], 1, generator=generator) + 0.5).bfloat16()
@@ -181,8 +208,12 @@ ONE_BY_ONE: dict[str, How] = {
     "fp8_blocks_of_bytes": fp8_blocks_of_bytes,
     "fp8_rows": fp8_rows,
     "fp8_matrix": fp8_matrix,
+    "fp8_blocks_of_compressed_tensors": fp8_blocks_of_compressed_tensors,
+    "int8_rows": int8_rows,
+    "int8_with_zeros": int8_with_zeros,
     "nvfp4": nvfp4,
     "nvfp4_packed": nvfp4_packed,
+    "mxfp4_packed": mxfp4_packed,
     "int4": int4,
     "int4_rows": int4_rows,
 }
@@ -364,7 +395,7 @@ def test_parts_of_no_format_are_named_with_the_formats_that_can_be_read() -> Non
         read(config(), names)
     asymmetric, _, _ = block(int4)
     asymmetric[f"{PREFIX}experts.0.up_proj.weight_zero_point"] = torch.zeros(1)
-    with pytest.raises(ValueError, match="weight_zero_point is not understood in the layout"):
+    with pytest.raises(ValueError, match=r"weight_zero_point is torch\.float32; beside"):
         read(config(), asymmetric)
 
 
@@ -379,10 +410,12 @@ HELD: dict[str, tuple[How, str]] = {
     "fp8_blocks": (fp8_blocks, "fp8_block128"),
     "fp8_blocks_ue8m0": (fp8_blocks_ue8m0, "fp8_block128"),
     "fp8_blocks_of_bytes": (fp8_blocks_of_bytes, "fp8_block128"),
+    "fp8_blocks_of_compressed_tensors": (fp8_blocks_of_compressed_tensors, "fp8_block128"),
     "fp8_rows": (fp8_rows, "fp8_channel"),
     "fp8_matrix": (fp8_matrix, "fp8_tensor"),
     "fp8_matrix, a scale a row": (fp8_matrix, "fp8_channel"),
     "nvfp4": (nvfp4, "nvfp4"),
+    "mxfp4_packed": (mxfp4_packed, "mxfp4"),
     "int4": (int4, "int4_group32"),
 }
 
@@ -565,7 +598,7 @@ def int4_fp16(generator: torch.Generator, shape: tuple[int, int]) -> Quantised:
         (
             fp8_rows,
             "fp8_tensor",
-            "weight_scale has a number for each of 288 rows, and weight_format is 'fp8_tensor': "
+            "weight_scale has a number for each of 288 rows, which is not 'fp8_tensor': "
             "set weight_format='fp8_channel'",
         ),
         (
@@ -695,7 +728,11 @@ def test_shared_experts_that_are_shipped_otherwise_are_named() -> None:
             },
             None,
         ),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, None),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["*.shared_expert*"]},
+            None,
+        ),
         (None, None),
     ],
 )
@@ -711,7 +748,7 @@ def test_a_models_config_says_whether_its_shared_experts_are_in_the_format(
         "num_experts_per_tok": 2,
         "quantization_config": quantization,
     }
-    assert MoEConfig.from_hf(values).shared_weight_format == name
+    assert MoEConfig.from_hf(values, 1).shared_weight_format == name
     for others in (
         {"shared": False},
         {"dequantize": True},
@@ -719,7 +756,7 @@ def test_a_models_config_says_whether_its_shared_experts_are_in_the_format(
         {"shared_weight_format": None},
         {"shared_experts": 0, "shared_intermediate": 0, "shared_gate": False},
     ):
-        assert MoEConfig.from_hf(values, **others).shared_weight_format is None  # type: ignore[arg-type]
+        assert MoEConfig.from_hf(values, 1, **others).shared_weight_format is None  # type: ignore[arg-type]
 
 
 def groups(**weights: Any) -> dict[str, Any]:
@@ -735,7 +772,13 @@ SHIPPED: list[tuple[dict[str, Any] | None, str | None]] = [
     ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8_tensor"),
     (groups(type="float", num_bits=8, strategy="channel"), "fp8_channel"),
     (groups(type="float", num_bits=8, strategy="tensor"), "fp8_tensor"),
+    (
+        groups(type="float", num_bits=8, strategy="block", block_structure=[128, 128]),
+        "fp8_block128",
+    ),
     (groups(type="float", num_bits=4, group_size=16, strategy="tensor_group"), "nvfp4"),
+    (groups(type="float", num_bits=4, group_size=32, strategy="group"), "mxfp4"),
+    ({"quant_method": "compressed-tensors", "config_groups": {}}, None),
     (groups(type="int", num_bits=4, group_size=32, symmetric=True), "int4_group32"),
 ]
 
@@ -776,8 +819,6 @@ def test_deepseek_v4_says_of_its_experts_that_they_are_fp4() -> None:
             {"quant_method": "fp8", "fmt": "e5m2"},
             "fmt is 'e5m2'; a layer holds weights as they are",
         ),
-        ({"quant_method": "modelopt"}, "quant_algo is None; a layer holds"),
-        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ'; "),
         (
             groups(type="int", num_bits=4, group_size=128, symmetric=True),
             "config_groups.g.weights.group_size is 128; a layer holds weights as they are shipped "
@@ -788,14 +829,6 @@ def test_deepseek_v4_says_of_its_experts_that_they_are_fp4() -> None:
             "config_groups.g.weights.symmetric is False; ",
         ),
         (groups(type="int", num_bits=8), "config_groups.g.weights is 'int of 8 bits'; "),
-        (
-            groups(type="float", num_bits=8, strategy="block"),
-            "config_groups.g.weights.strategy is 'block'; ",
-        ),
-        (
-            {"quant_method": "compressed-tensors", "config_groups": {}},
-            "config_groups is []; a layer holds weights as they are shipped with 'groups whose",
-        ),
     ],
 )
 def test_a_format_that_no_layer_holds_is_named_and_may_be_dequantised(
@@ -844,7 +877,7 @@ def test_int4_is_what_compressed_tensors_unpacks() -> None:
     parts, _ = int4(generator, (64, 96))
     theirs = packed.unpack_from_int32(parts["weight_packed"], 4, torch.Size((64, 96))).float()
     scales = parts["weight_scale"].float().repeat_interleave(32, dim=1)
-    assert torch.equal(formats.BY_NAME["int4"].dequantise(parts, (64, 96)), theirs * scales)
+    assert torch.equal(formats.BY_NAME["integers"].dequantise(parts, (64, 96)), theirs * scales)
 
 
 def test_nvfp4_is_what_compressed_tensors_unpacks() -> None:

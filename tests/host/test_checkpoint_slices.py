@@ -192,6 +192,8 @@ QUANTISED = {
     "fp8_blocks, in numbers": (fp8_blocks, None, 288),
     "fp8_rows, in numbers": (fp8_rows, None, 288),
     "nvfp4, in numbers": (nvfp4, None, 288),
+    "int8_rows, in numbers": (quantised.int8_rows, None, 288),
+    "int8_with_zeros, in numbers": (quantised.int8_with_zeros, None, 288),
 }
 """How a case is shipped, what a layer holds it as, and I, of which a part may end amid a block."""
 
