@@ -19,11 +19,11 @@ import torch
 from moeos.control import ControlPlane, SoloControl, StoreControl, name_ranks, require_same
 from moeos.errors import PeerTimeout, said
 from moeos.faults import FaultPlan, plan_of
-from moeos.launchers import MAX_RANKS, Launch, detect, place_on_host
+from moeos.launchers import MAX_RANKS, Launch, detect, of_launcher, place_on_host
 from moeos.place import boot
 from moeos.process_groups import meet, membership
 from moeos.rendezvous import Meeting, at_address, by_mpi, can_ask_mpi, on_this_host
-from moeos.sharding import remembered
+from moeos.sharding import default_group, process_group_place, remembered
 from moeos.world import (
     Backend,
     TwinOptions,
@@ -62,8 +62,9 @@ def init(
     """A world of this process and others. Collective over its ranks.
 
     The ranks are those of `group`, or those that give the same `store`, or all that the launcher
-    has started: mpirun, torchrun and srun are recognised by the environment that they set, and
-    without one of them the world has one rank. A process may be in several worlds at once.
+    has started: mpirun, torchrun and srun are recognised by the environment that they set. Without
+    one of them they are those of torch.distributed's default group, if it is initialised, or else
+    this process alone. A process may be in several worlds at once.
 
     Args:
         backend: "twin" (CPU threads), "cuda", or "auto": the GPU where one can be used, or the
@@ -92,7 +93,8 @@ def init(
     Raises:
         ValueError, TypeError: an argument, what the launcher set or a fault plan is not allowed, on
             this rank or another; this process is no member of the group; a mesh has several
-            dimensions.
+            dimensions. Or nothing is given, and torch.distributed's default group has another rank
+            or size here than the launcher says.
         OSError: the fault plan cannot be read.
         ConfigMismatch: the ranks run different versions or backends, or differ in ranks_per_node or
             size.
@@ -110,8 +112,12 @@ def init(
     waits, own_device = DEFAULT_DEADLINE, None
     if arguments is not None:
         waits, own_device = arguments.deadline, arguments.device
+    nothing_given = group is None and store is None and rank is None and size is None
+    if nothing_given:
+        group = _default_group(os.environ)
+    launched = nothing_given and group is None
     try:
-        if group is None and (store is None and rank is None and size is None):
+        if launched:
             control = _connect(detect(os.environ), waits)
         else:
             control = _join(group, rank, size, store, waits, own_device)
@@ -120,7 +126,7 @@ def init(
     try:
         _raise_on_all(control, problem)
         assert arguments is not None
-        return _world(control, arguments, group, launched=group is None and store is None)
+        return _world(control, arguments, group, launched=launched)
     except BaseException as error:
         control.abort(said(error))
         control.close()
@@ -257,6 +263,26 @@ def _raise_on_all(control: ControlPlane, problem: Exception | None) -> None:
         if problem is not None and errors.count(first) == control.size:
             raise problem
         raise (kind if kind in (TypeError, ValueError) else RuntimeError)(f"rank {rank}: {text}")
+
+
+def _default_group(environment: Mapping[str, str]) -> ProcessGroup | None:
+    """That of torch.distributed, where it is there and no launcher tells this process's place.
+
+    Raises `ValueError` where a launcher tells another place.
+    """
+    here = process_group_place()
+    if here is None:
+        return None
+    launch = of_launcher(environment)
+    if launch.launcher == "none" or launch.rank is None:
+        return default_group()
+    if (launch.rank, launch.size) == here:
+        return None
+    raise ValueError(
+        f"torch.distributed has rank {here[0]} of {here[1]} in this process, but by the variables "
+        f"of {launch.launcher} it is rank {launch.rank} of {launch.size}: pass the group whose "
+        "ranks are meant, such as moeos.init(group=torch.distributed.group.WORLD)"
+    )
 
 
 def _join(

@@ -537,6 +537,12 @@ def check_weight(device: torch.device, expected: Expected, tensor: object, absen
     name, shape, _, part = expected
     if tensor is None:
         raise ValueError(f"{name} is missing; {absent}: {list(shape)}")
+    if isinstance(tensor, (list, tuple)):
+        raise TypeError(
+            f"{name} is a {type(tensor).__name__} of {len(tensor)}, and a call takes one tensor "
+            f"{list(shape)}: make the experts' parameters views of one tensor and pass that, or "
+            "pass torch.stack of them, which copies them in each call"
+        )
     tensor = _require_dense(name, tensor)
     # A format's first: where it is another, the shape is no mistake of its own.
     wrong = wrong_dtype(expected, tensor.dtype)
@@ -659,5 +665,6 @@ def _transposed(name: str, tensor: torch.Tensor, shape: torch.Size) -> str:
     order = ", where of a gated activation all gate rows come before the up rows"
     return (
         f", each expert's matrix transposed: keep {name}.transpose(1, 2).contiguous()"
-        f"{order if name in ('w1', 'shared_w1') else ''}"
+        f"{order if name in ('w1', 'shared_w1') else ''}; moeos.Experts take it as it lies with "
+        "MoEConfig(transposed=True)"
     )

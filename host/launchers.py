@@ -47,8 +47,21 @@ class Launch:
 def detect(environment: Mapping[str, str]) -> Launch:
     """How a process with this environment was started; the innermost launcher decides.
 
-    Raises `ValueError` naming the variable that is missing or not a number in its range, and for a
-    batch script of Slurm that starts one process where its job has several tasks.
+    Raises `ValueError` as `of_launcher` does, and where no launcher says that this is one rank
+    alone: for a batch script of Slurm that starts one process where its job has several tasks, and
+    for one of torchrun's two numbers without the other.
+    """
+    launch = of_launcher(environment)
+    if launch.launcher == "none":
+        _require_no_batch_script(environment)
+        _require_no_half(environment)
+    return launch
+
+
+def of_launcher(environment: Mapping[str, str]) -> Launch:
+    """What the innermost launcher says, if there is one.
+
+    Raises `ValueError` naming the variable that is missing or not a number in its range.
     """
     if "TORCHELASTIC_RUN_ID" in environment:
         return _detect_torchrun(environment)
@@ -64,8 +77,6 @@ def detect(environment: Mapping[str, str]) -> Launch:
         return _detect_torchrun(environment)
     if "SLURM_PROCID" in environment and "SLURM_STEP_NUM_TASKS" in environment:
         return _detect_srun(environment)
-    _require_no_batch_script(environment)
-    _require_no_half(environment)
     return Launch("none")
 
 
@@ -99,7 +110,10 @@ def _detect_torchrun(environment: Mapping[str, str]) -> Launch:
     rank, size = _rank_and_size(environment, "RANK", "WORLD_SIZE")
     host = environment.get("MASTER_ADDR")
     if not host:
-        raise ValueError("RANK and WORLD_SIZE are set, so MASTER_ADDR must be: start with torchrun")
+        raise ValueError(
+            "RANK and WORLD_SIZE are set, so MASTER_ADDR must be: start with torchrun, or pass "
+            "moeos.init a process group (group=torch.distributed.group.WORLD)"
+        )
     port = _integer(environment, "MASTER_PORT", 1, 65_535)
     serve = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     restarts = environment.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -39,6 +39,11 @@ def route(
 
     Raises `NumericalError` where logits are not finite, of tensors that the host can look at.
     """
+    counted = None
+    if tokens is not None:
+        counted = torch.arange(len(rows), device=rows.device) < tokens.reshape(())
+        # What lies there may be NaN, whose product with a gradient of 0 is NaN.
+        rows = torch.where(counted.unsqueeze(1), rows, 0.0)
     logits = rows.float() @ gate.weight.float().T
     if gate.bias is not None:
         logits = logits + gate.bias
@@ -46,7 +51,7 @@ def route(
     by = scores.detach()
     if gate.selection_bias is not None:
         by = by + gate.selection_bias
-    _require_finite(logits if gate.selection_bias is None else by, tokens)
+    _require_finite(logits if gate.selection_bias is None else by, counted)
     # Scores round away what logits tell apart.
     ids = topk(logits.detach() if gate.selection_bias is None else by, cfg.top_k).indices
     if cfg.rounding is not None and rounds:
@@ -95,12 +100,12 @@ def _weights(
     return weights if expert_scale is None else weights * expert_scale[some]
 
 
-def _require_finite(numbers: Tensor, tokens: Tensor | None) -> None:
+def _require_finite(numbers: Tensor, counted: Tensor | None) -> None:
     if numbers.device.type != "cpu" or torch.compiler.is_compiling():
         return
     finite = numbers.isfinite().all(dim=1)
-    if tokens is not None:
-        finite = finite | (torch.arange(len(finite), device=finite.device) >= tokens.reshape(()))
+    if counted is not None:
+        finite = finite | ~counted
     if not finite.all():
         token = int(finite.logical_not().nonzero()[0])
         raise NumericalError(

@@ -18,10 +18,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 from torch.distributed import all_gather
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from moeos import call_checks, kernel_shape
+from moeos import kernel_shape
 from moeos.config import MoEConfig
 from moeos.engines import twin
 from moeos.experts import Experts
@@ -143,21 +142,13 @@ class MoeosEP(EPImplementation):
     def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         _refuse(experts)
+        own = transformers_weights.weights_of(experts)
+        transformers_formats.format_of(experts, own, _where(experts))
         self._module = experts
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[S, H] -> [S, H]. Collective over "ep"."""
         group = self.ep_mesh.get_group()
-        if isinstance(self._module, FSDPModule) and not transformers_weights.is_in_place(
-            self._module
-        ):
-            raise shared.refusal(
-                _where(self._module),
-                "fsdp_size beside transposed or interleaved experts",
-                self.ep_mesh.size() // self.tp_mesh.size(),
-                "tp_size = ep_size does: FSDP gathers weights anew in each call, and these have to "
-                "be moved once",
-            )
         ranks = self.tp_mesh.size()
         if ranks == 1:
             return _call(self._module, group, hidden_states, top_k_index, top_k_weights)
@@ -205,17 +196,10 @@ def _group_of(mesh: Any) -> Any:
 
 
 def _require_slices(module: Any, mesh: Any) -> None:
-    """`ValueError` for slices that cannot be computed with: in a call other tensors stand in the
-    parameters' place, so that nothing can be moved, and transformers leaves scales whole.
-    """
-    kind = None
+    """`ValueError` for slices of quantized experts, whose scales transformers leaves whole."""
     if transformers_weights.scale_names_of(module):
-        kind = "quantised"
-    elif not transformers_weights.is_in_place(module):
-        kind = "transposed or interleaved"
-    if kind is not None:
         works = "ep_size = tp_size does, with ep_implementation='moeos'"
-        what = f"tp_size beside {kind} experts"
+        what = "tp_size for quantized experts"
         raise shared.refusal(_where(module), what, mesh.size(), works)
 
 
@@ -273,19 +257,14 @@ class _Whole(torch.autograd.Function):
 
 
 class _Ready:
-    """A module's experts, and for what they were made: a key, the module's activation, told by
-    identity, and a process. A pickle has none of it."""
+    """What computes a module's calls, and what it was made for: a key, the module's activation,
+    told by identity, and a process. A pickle has none of it."""
 
     def __init__(self, module: Any, key: tuple[Any, ...], experts: Experts) -> None:
         self.key = key
         self.home = Home()
         self.act_fn = getattr(module, "act_fn", None)
         self.experts = experts
-        self.widened = transformers_formats.widen(module, experts.cfg.weight_format)
-
-    def weights_of(self, module: Any) -> transformers_weights.Weights:
-        coded = self.experts.cfg.weight_format
-        return transformers_formats.weights_of(module, coded, self.widened)
 
     def __reduce__(self) -> Any:
         return _not_ready, ()
@@ -306,19 +285,21 @@ def _call(
     """The experts' weighted sum for each token of x [S, H]. Collective over `group`, whose ranks
     hold experts or slices of them, as `parallel` says.
     """
-    if call_checks.wants_gradient(x, weights, *module.parameters()):
-        _require_gradients(module, group)
-    own = getattr(module, transformers_weights.names_of(module)[0])
-    dtype = x.dtype if transformers_formats.is_coded(own) else own.dtype
-    key = (_options, ids.shape[-1], dtype, parallel, own.dtype, own.device)
-    if transformers_weights.are_others(module):
-        raise ValueError(f"{_where(module)}: {transformers_weights.OTHERS}")
+    own = transformers_weights.weights_of(module)
+    layout = transformers_weights.layout_of(module, own)
+    if layout is None:
+        strides = [one.stride() for one in own[:2]]
+        works = "contiguous ones do: assign a contiguous copy to each parameter's data"
+        raise shared.refusal(_where(module), "strides of the experts' matrices", strides, works)
+    dtype = x.dtype if transformers_formats.is_coded(own.w1) else own.w1.dtype
+    key = (_options, ids.shape[-1], dtype, parallel, own.w1.dtype, own.w1.device, layout)
     if not _is_ready(module, key):
         if torch.compiler.is_exporting():
             raise shared.refusal(
                 _where(module), "the first call", "exported", "a call before torch.export does"
             )
-        _make_ready_in_a_call_before_torch_compile(module, group, key)
+        detached = own._make(one if one is None else one.detach() for one in own)
+        _make_ready_in_a_call_before_torch_compile(module, group, key, detached)
     ready: _Ready = getattr(module, _READY)
     experts = ready.experts
     rows, most = x.shape[:-1].numel(), experts.cfg.max_tokens
@@ -326,22 +307,17 @@ def _call(
         _require_room(module, rows)
     pieces = max(1, -(-rows // most))
     with _device_of(x):
-        y = experts(x, ids, weights, *ready.weights_of(module), pieces=pieces)
+        y = experts(x, ids, weights, *_taken(module, own, layout, experts.cfg), pieces=pieces)
     return y.to(x.dtype)
 
 
-def _require_gradients(module: Any, group: Any) -> None:
-    """`ValueError` for a module whose experts have none, or would have them in other parameters."""
-    works = None
-    if transformers_weights.is_in_turn(module):
-        works = "experts whose gates come before their ups do; or a call under torch.no_grad()"
-    elif group is not None and not transformers_weights.is_in_place(module):
-        works = (
-            "a first call under torch.no_grad() does, before the optimizer is made: the parameters "
-            "of transposed experts are put in the place of others then"
-        )
-    if works is not None:
-        raise shared.refusal(_where(module), "a gradient of the experts", "asked for", works)
+def _taken(
+    module: Any, own: transformers_weights.Weights, layout: transformers_weights.Layout, cfg: Any
+) -> transformers_weights.Weights:
+    """A module's tensors as `moeos.Experts` takes them: views, and scales."""
+    if cfg.weight_format is None:
+        return transformers_weights.as_they_lie(module, own, layout)
+    return transformers_formats.coded(own, cfg.weight_format)
 
 
 def _device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -353,36 +329,44 @@ def _device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 @shared.untraced
 def _make_ready_in_a_call_before_torch_compile(
-    module: Any, group: Any, key: tuple[Any, ...]
+    module: Any, group: Any, key: tuple[Any, ...], own: transformers_weights.Weights
 ) -> None:
-    """Gives a module what its calls need. Collective over `group`."""
+    """Gives a module what its calls need. Collective over `group`. `own`: its tensors, detached."""
 
     def prepare() -> None:
         ready: _Ready | None = getattr(module, _READY, None)
         if ready is not None and group is not None:  # whose connections a fork has not
             ready.home.require(f"{_where(module)}: the world of rank {ready.experts.world.rank}")
         if not _is_ready(module, key):  # which another thread may have made it
-            _, top_k, dtype, parallel, *_ = key
-            made = _made(module, group, top_k, dtype, parallel)
+            _, top_k, dtype, parallel, _, _, layout = key
+            made = _made(module, group, own, layout, top_k, dtype, parallel)
             setattr(module, _READY, _Ready(module, key, made))
 
     shared.preparing.run(prepare)
 
 
 def _is_ready(module: Any, key: tuple[Any, ...]) -> bool:
-    """Whether the module has experts for such calls, and its weights lie as they take them."""
+    """Whether the module has experts for such calls."""
     ready = getattr(module, _READY, None)
     if ready is None or ready.key != key or ready.act_fn is not getattr(module, "act_fn", None):
         return False
-    return ready.home.here and transformers_weights.is_in_place(module)
+    here: bool = ready.home.here
+    return here
 
 
-def _made(module: Any, group: Any, top_k: int, dtype: torch.dtype, parallel: Parallel) -> Experts:
+def _made(
+    module: Any,
+    group: Any,
+    own: transformers_weights.Weights,
+    layout: transformers_weights.Layout,
+    top_k: int,
+    dtype: torch.dtype,
+    parallel: Parallel,
+) -> Experts:
     """The experts of a module's first call, of tokens in `dtype`. Collective over `group`."""
     fields = _refuse(module)
-    weight_format = fields["weight_format"]
-    own = getattr(module, transformers_weights.names_of(module)[0])
-    device = own.device
+    weight_format = transformers_formats.format_of(module, own, _where(module))
+    device = own.w1.device
     if device.type not in _DTYPES:
         raise shared.refusal(
             _where(module), "the weights' device", str(device), "the CPU and a GPU of NVIDIA do"
@@ -396,24 +380,26 @@ def _made(module: Any, group: Any, top_k: int, dtype: torch.dtype, parallel: Par
         raise shared.refusal(
             _where(module), f"the {whose} dtype on {device}", dtype, f"there {works} do: {remedy}"
         )
-    transformers_weights.move(module)
-    weights = transformers_formats.weights_of(module, weight_format, {})
-    w1, w2, *_ = weights
-    codes_of_byte = 1 if weight_format is None else 8 // FORMATS[weight_format].code_bits
     backend = "cuda" if device.type == "cuda" else "twin"
     world = shared.world_of(group, backend, _options.deadline, device)
     slices = world.size if parallel == "tensor" else 1
+    inner, hidden = own.w2.shape[1:3] if module.is_transposed else own.w2.shape[2:0:-1]
+    if weight_format is not None:
+        codes_of_byte = 8 // FORMATS[weight_format].code_bits
+        hidden, inner = own.w2.shape[1], own.w2.shape[2:].numel() * codes_of_byte
     try:
         cfg = MoEConfig(
-            hidden=w2.shape[1],
-            intermediate=w2.shape[2] * codes_of_byte * slices,
-            experts=w1.shape[0] * (world.size // slices),
+            hidden=hidden,
+            intermediate=inner * slices,
+            experts=own.w1.shape[0] * (world.size // slices),
             top_k=top_k,
             dtype=dtype,
             max_tokens=_options.max_tokens,
             bias=module.has_bias,
             routing="caller",
+            weight_format=weight_format,
             activation_format=_options.activation_format,
+            **layout._asdict(),
             **fields,
         )
     except (TypeError, ValueError) as error:
@@ -421,8 +407,9 @@ def _made(module: Any, group: Any, top_k: int, dtype: torch.dtype, parallel: Par
     works = "ep_size = tp_size, with ep_implementation='moeos', gives each rank whole experts"
     mine = shared.require_slices(_where(module), cfg, parallel, world.size, works)
     if weight_format is not None:
-        transformers_formats.check(module, mine, weights, _where(module))
-    with _device_of(w1):
+        taken = _taken(module, own, layout, cfg)
+        transformers_formats.check(module, mine, taken, _where(module))
+    with _device_of(own.w1):
         return shared.experts_of(cfg, world, parallel)
 
 
@@ -444,7 +431,6 @@ def _refuse(module: Any) -> dict[str, Any]:
         raise shared.refusal(
             _where(module), "has_post_expert_norm", True, "experts without a norm of their own do"
         )
-    weight_format = transformers_formats.format_of(module, _where(module))
     names = transformers_weights.names_of(module) + transformers_weights.scale_names_of(module)
     for name, weight in module.named_parameters(recurse=False):
         if name not in names:
@@ -461,10 +447,9 @@ def _refuse(module: Any) -> dict[str, Any]:
         for names in (("limit", "swiglu_limit"), ("alpha", "swiglu_alpha"))
     )
     try:
-        fields = formula_of.fields_of(
+        return formula_of.fields_of(
             lambda rows: _between(module, rows), module.has_gate, limits, alphas
         )
-        return {**fields, "weight_format": weight_format}
     except formula_of.NoFormulaError as error:
         said = [name for name in _SAID_IN if getattr(module.config, name, None) is not None]
         called = f" ({said[0]} {getattr(module.config, said[0])!r})" if said else ""

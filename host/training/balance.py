@@ -37,20 +37,11 @@ def tokens_per_expert(topk_ids: Tensor, num_experts: int, mask: Tensor | None = 
         TypeError: ids are no integers.
         ValueError: `num_experts` is below 1, or the mask has another shape.
     """
-    if topk_ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(
-            f"topk_ids have dtype {topk_ids.dtype}; it must be torch.int32 or torch.int64"
-        )
-    if num_experts < 1:
-        raise ValueError(f"num_experts is {num_experts}; it must be at least 1")
-    ids = topk_ids.long()
-    counts = (ids >= 0) & (ids < num_experts)
-    if mask is not None:
-        counts = counts & _tokens("mask", mask, ids.shape[:-1]).bool().unsqueeze(-1)
-    place = torch.where(counts, ids, num_experts).flatten()
-    # bincount would wait: it has to know the greatest id.
-    found = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
-    return found.scatter_add(0, place, torch.ones_like(place))[:num_experts]
+    if mask is None:
+        mask = torch.ones(topk_ids.shape[:-1], dtype=torch.bool, device=topk_ids.device)
+    mask = _mask("mask", mask, topk_ids.shape[:-1])
+    whole = topk_ids.reshape(1, -1, topk_ids.shape[-1])
+    return _counts(whole, num_experts, mask.reshape(1, -1))[0]
 
 
 def load_balancing_loss_func(
@@ -64,7 +55,7 @@ def load_balancing_loss_func(
     E times the sum over experts of n_e / N * p_e / N: n_e pairs chose expert e, p_e is the sum of
     its probabilities, and N counts the tokens of all layers (Fedus et al., arXiv:2101.03961,
     equations 4 to 6). It is not divided by k: equal experts give k. The result is without a
-    coefficient.
+    coefficient. What padding holds enters neither the loss nor its gradient, NaN included.
 
     Args:
         gate_logits: [N, E] of one layer, or a sequence of one a layer.
@@ -73,7 +64,7 @@ def load_balancing_loss_func(
         attention_mask: [batch, length], 0 where a token is padding; N is batch * length.
 
     Returns:
-        float32, 0-d; of float64 logits float64.
+        float32, 0-d; of float64 logits float64. 0 where no token counts.
 
     Raises:
         ValueError: there are no layers, or a shape does not fit.
@@ -84,17 +75,17 @@ def load_balancing_loss_func(
     device = layers[0].device
     counts = torch.zeros(num_experts, dtype=torch.int64, device=device)
     sums = torch.zeros(num_experts, dtype=torch.float32, device=device)
-    tokens = torch.zeros((), dtype=torch.float32, device=device)
+    tokens = torch.zeros((), dtype=torch.int64, device=device)
     for logits in layers:
         _require("gate_logits", logits, (len(logits), num_experts))
-        chosen = best(logits, top_k).indices.to(device)
-        probs = _wide(logits.to(device)).softmax(dim=-1)
-        mask = torch.ones(len(probs), dtype=probs.dtype, device=device)
+        mask = torch.ones(len(logits), dtype=torch.bool, device=device)
         if attention_mask is not None:
-            mask = _tokens("attention_mask", attention_mask.flatten().to(device), mask.shape)
-        counts = counts + tokens_per_expert(chosen, num_experts, mask)
-        sums = sums + (probs * mask.to(probs.dtype).unsqueeze(1)).sum(dim=0)
-        tokens = tokens + mask.to(probs.dtype).sum()
+            mask = _mask("attention_mask", attention_mask.flatten().to(device), mask.shape)
+        held = _cleared(logits.to(device), mask)
+        counts = counts + tokens_per_expert(best(held, top_k).indices, num_experts, mask)
+        sums = sums + (_wide(held).softmax(dim=-1) * mask.unsqueeze(1)).sum(dim=0)
+        tokens = tokens + mask.sum()
+    tokens = tokens.clamp_min(1)
     return (counts.to(sums.dtype) / tokens * (sums / tokens)).sum() * num_experts
 
 
@@ -114,7 +105,8 @@ def switch_load_balancing_loss_func(
     tokens.
 
     Args:
-        probs: [N, E], with zeros for tokens that do not count.
+        probs: [N, E], with zeros for tokens that do not count. Where padding may hold NaN, clear
+            its logits (`torch.where`) before the softmax, whose gradient would be NaN.
         tokens_per_expert: [E].
         total_num_tokens: N of those tokens that `tokens_per_expert` counts.
         topk: k.
@@ -122,7 +114,7 @@ def switch_load_balancing_loss_func(
         moe_aux_loss_coeff: c.
 
     Returns:
-        float32, 0-d; of float64 probabilities float64.
+        float32, 0-d; of float64 probabilities float64. 0 where no token counts.
 
     Raises:
         ValueError: a shape does not fit.
@@ -131,8 +123,12 @@ def switch_load_balancing_loss_func(
     _require("tokens_per_expert", tokens_per_expert, (num_experts,))
     sums = _wide(probs).sum(dim=0)
     chosen = tokens_per_expert.to(sums.dtype)
+    if isinstance(total_num_tokens, Tensor):
+        tokens: int | Tensor = total_num_tokens.clamp_min(1)
+    else:
+        tokens = max(total_num_tokens, 1)
     scale = num_experts * moe_aux_loss_coeff / topk
-    return (sums / total_num_tokens * (chosen / total_num_tokens)).sum() * scale
+    return (sums / tokens * (chosen / tokens)).sum() * scale
 
 
 def sequence_load_balancing_loss_func(
@@ -150,15 +146,17 @@ def sequence_load_balancing_loss_func(
 
     Args:
         probs: [B, L, E]: scores, not negative. They are divided by their sum over E, which changes
-            nothing of a softmax.
+            nothing of a softmax. Where padding may hold NaN, clear its logits (`torch.where`)
+            before the softmax, whose gradient would be NaN.
         topk_ids: int32 or int64 [B, L, any]; -1 is an unused slot.
         topk: k.
         moe_aux_loss_coeff: c.
-        mask: [B, L], 0 where a token is padding. A sequence without tokens has a loss of 0, and
-            counts in the mean.
+        mask: [B, L], 0 where a token is padding: what it holds enters neither the loss nor its
+            gradient, NaN included. A sequence without tokens has a loss of 0, and counts in the
+            mean.
 
     Returns:
-        float32, 0-d; of float64 scores float64.
+        float32, 0-d; of float64 scores float64. 0 where there are no sequences.
 
     Raises:
         TypeError: ids are no integers.
@@ -167,20 +165,22 @@ def sequence_load_balancing_loss_func(
     if probs.dim() != 3:
         raise ValueError(f"probs is {list(probs.shape)}; it must be [B, L, E]")
     sequences, length, experts = probs.shape
-    _require("topk_ids", topk_ids, (sequences, length, *topk_ids.shape[2:3]))
-    wide = _wide(probs)
-    shares = wide / wide.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(wide.dtype).tiny)
-    of_sequence = torch.arange(sequences, device=probs.device).view(-1, 1, 1) * experts
-    used = (topk_ids >= 0) & (topk_ids < experts)
-    places = torch.where(used, topk_ids + of_sequence, -1)
-    counts = tokens_per_expert(places, sequences * experts, mask).view(sequences, experts)
-    tokens = torch.full((sequences, 1), length, device=probs.device, dtype=wide.dtype)
-    if mask is not None:
-        counted = mask.bool().to(wide.dtype)
-        shares, tokens = shares * counted.unsqueeze(-1), counted.sum(dim=1, keepdim=True)
-    tokens = tokens.clamp_min(1.0)
-    products = counts.to(wide.dtype) * (experts / topk) / tokens * (shares.sum(dim=1) / tokens)
-    return products.sum(dim=1).mean() * moe_aux_loss_coeff
+    if topk_ids.dim() != 3 or topk_ids.shape[:2] != probs.shape[:2]:
+        raise ValueError(
+            f"topk_ids is {list(topk_ids.shape)}; it must be [{sequences}, {length}, any]"
+        )
+    if mask is None:
+        mask = torch.ones(sequences, length, dtype=torch.bool, device=probs.device)
+    mask = _mask("mask", mask, probs.shape[:2])
+    wide = _wide(_cleared(probs, mask))
+    sums = wide.sum(dim=-1, keepdim=True)
+    some = sums > 0  # a token whose scores are all 0 has no shares, and no gradient of them
+    least = torch.finfo(wide.dtype).tiny
+    shares = wide / torch.where(some, sums, 1.0).clamp_min(least)
+    counts = _counts(topk_ids, experts, mask).to(wide.dtype)
+    tokens = mask.sum(dim=1, keepdim=True).clamp_min(1)
+    products = counts * (experts / topk) / tokens * (shares.sum(dim=1) / tokens)
+    return products.sum() / max(sequences, 1) * moe_aux_loss_coeff
 
 
 def z_loss_func(logits: Tensor, z_loss_coeff: float, mask: Tensor | None = None) -> Tensor:
@@ -191,7 +191,8 @@ def z_loss_func(logits: Tensor, z_loss_coeff: float, mask: Tensor | None = None)
     Args:
         logits: [..., E].
         z_loss_coeff: c.
-        mask: [...], 0 where a token is padding.
+        mask: [...], 0 where a token is padding: what it holds enters neither the loss nor its
+            gradient, NaN included.
 
     Returns:
         float32, 0-d; of float64 logits float64. 0 where no token counts.
@@ -199,11 +200,11 @@ def z_loss_func(logits: Tensor, z_loss_coeff: float, mask: Tensor | None = None)
     Raises:
         ValueError: the mask has another shape.
     """
-    squares = _wide(logits).logsumexp(dim=-1).square()
     if mask is None:
-        return squares.sum() / max(squares.numel(), 1) * z_loss_coeff
-    counted = _tokens("mask", mask, squares.shape).bool().to(squares.dtype)
-    return (squares * counted).sum() / counted.sum().clamp_min(1.0) * z_loss_coeff
+        mask = torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
+    mask = _mask("mask", mask, logits.shape[:-1])
+    squares = _wide(_cleared(logits, mask)).logsumexp(dim=-1).square()
+    return (squares * mask).sum() / mask.sum().clamp_min(1) * z_loss_coeff
 
 
 def get_updated_expert_bias(
@@ -243,13 +244,35 @@ def get_updated_expert_bias(
         return expert_bias + missing.sign().to(expert_bias.dtype) * expert_bias_update_rate
 
 
+def _counts(topk_ids: Tensor, num_experts: int, mask: Tensor) -> Tensor:
+    """How many tokens chose each expert: int64 [B, E], of ids [B, L, k] and a mask [B, L]."""
+    if topk_ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(
+            f"topk_ids have dtype {topk_ids.dtype}; it must be torch.int32 or torch.int64"
+        )
+    if num_experts < 1:
+        raise ValueError(f"num_experts is {num_experts}; it must be at least 1")
+    ids = topk_ids.long()
+    counts = (ids >= 0) & (ids < num_experts) & mask.unsqueeze(-1)
+    place = torch.where(counts, ids, num_experts).flatten(1)
+    # bincount would wait: it has to know the greatest id.
+    found = torch.zeros(len(ids), num_experts + 1, dtype=torch.int64, device=ids.device)
+    return found.scatter_add(1, place, torch.ones_like(place))[:, :num_experts]
+
+
 def _wide(numbers: Tensor) -> Tensor:
     return numbers if numbers.dtype == torch.float64 else numbers.float()
 
 
-def _tokens(name: str, mask: Tensor, shape: torch.Size) -> Tensor:
+def _cleared(numbers: Tensor, mask: Tensor) -> Tensor:
+    """Zeros in place of what padding holds, and a gradient of exactly 0 there: a product with the
+    mask would keep a NaN in both."""
+    return torch.where(mask.unsqueeze(-1), numbers, 0.0)
+
+
+def _mask(name: str, mask: Tensor, shape: torch.Size) -> Tensor:
     _require(name, mask, tuple(shape))
-    return mask
+    return mask.bool()
 
 
 def _require(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

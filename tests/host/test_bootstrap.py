@@ -155,7 +155,8 @@ def test_the_store_of_srun_is_on_the_first_node(nodes: str, first: str) -> None:
         ),
         (
             {"RANK": "0", "WORLD_SIZE": "2"},
-            "RANK and WORLD_SIZE are set, so MASTER_ADDR must be: start with torchrun",
+            "RANK and WORLD_SIZE are set, so MASTER_ADDR must be: start with torchrun, or pass "
+            "moeos.init a process group (group=torch.distributed.group.WORLD)",
         ),
         (
             {"WORLD_SIZE": "4", "MASTER_ADDR": "localhost"},

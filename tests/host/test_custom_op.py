@@ -182,7 +182,7 @@ def test_bad_arguments_of_a_compiled_layer_raise_what_they_raise_otherwise() -> 
 def test_the_operator_is_as_its_schema_and_its_fake_say() -> None:
     def rank_main(world: World) -> None:
         layer = WEIGHTS.layer(world)
-        parameters = (layer.w1, layer.b1, layer.w2, layer.b2)
+        parameters = (layer.w1, layer.b1, layer.w2, layer.b2, None)
         given = draw_given_call(CFG, 20, 0)
         torch.library.opcheck(
             custom_op.forward,
@@ -240,7 +240,7 @@ def test_a_graph_that_outlives_its_layer_says_so() -> None:
     def rank_main(world: World) -> tuple[Any, ...]:
         layer = WEIGHTS.layer(world)
         x = draw_call(CFG, 4, 0).x
-        parameters = (layer.w1, layer.b1, layer.w2, layer.b2)
+        parameters = (layer.w1, layer.b1, layer.w2, layer.b2, None)
         gate = (layer.gate.weight, layer.gate.selection_bias, None, None)
         others = (None,) * 11
         return (layer._order, layer.experts.key, x, None, None, None, *parameters, *gate, *others)

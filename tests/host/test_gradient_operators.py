@@ -387,7 +387,7 @@ def test_the_operators_are_as_their_schemas_and_fakes_say(save: Any) -> None:
     def rank_main(world: World) -> None:
         layer = weights.layer(world)
         own = (
-            *(layer.w1, layer.b1, layer.w2, layer.b2),
+            *(layer.w1, layer.b1, layer.w2, layer.b2, None),
             *(layer.gate.weight, None, layer.gate.bias, None),
             *(layer.shared_w1, layer.shared_w2, None, *(None,) * 8),
         )
@@ -395,12 +395,12 @@ def test_the_operators_are_as_their_schemas_and_fakes_say(save: Any) -> None:
         asked = (layer._order, key, given.x, given.ids, given.weights, None, *own)
         rows = layer.experts.engine.saved_rows.of_call(20, 1)
         assert (rows == 0) == (save == "nothing")
-        how = {"slots": CFG.slots, "main": [], "saved_rows": rows}
+        how = {"slots": CFG.slots, "main": [], "saved_rows": rows, "saved_columns": CFG.w1_rows}
         torch.library.opcheck(gradient_operators.record, asked, how, test_utils=checks)
         y, *kept = gradient_operators.record(*asked, **how)
         given_back = (key, given.x, torch.ones_like(y), *kept, own, None)
         of_gate = [False] * 4  # the caller weighs
-        wanted = [True] * 6 + of_gate + [True] * 2 + [False]
+        wanted = [True] * 6 + [False] + of_gate + [True] * 2 + [False]  # w3 is not there
         rest = {"wanted": wanted, "dtype_of_weights": torch.float32}
         torch.library.opcheck(gradient_operators.backward, given_back, rest, test_utils=checks)
 

@@ -24,7 +24,7 @@ from moeos.control import StoreControl
 from moeos.errors import ConfigMismatch, PeerTimeout
 from tests.host.test_heap import at
 from tests.nightly import all_but
-from tests.processes import ForkedRanks, free_port, shared_memory
+from tests.processes import ForkedRanks, free_port, shared_memory, torchrun_environment
 
 Store = Any
 
@@ -64,6 +64,87 @@ def test_ranks_of_a_group_may_wait_and_note_differently() -> None:
             return layer_matches(world, 1)
 
     assert in_processes(live, 2) == [True, True]
+
+
+NOT_OF_A_LAUNCHER = [
+    {},
+    {"WORLD_SIZE": "2"},  # as programs set it for themselves
+    {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"},  # of a batch script, which is a world of one
+    {"PMIX_RANK": "7"},  # of how many no variable tells
+]
+
+
+@pytest.mark.parametrize("variables", NOT_OF_A_LAUNCHER, ids=str)
+def test_without_a_launcher_the_default_group_of_torch_tells_the_ranks(
+    variables: dict[str, str],
+) -> None:
+    def live(rank: int) -> Any:
+        os.environ.update(variables)
+        with moeos.init("twin", deadline=20.0) as world:
+            assert world.group is not None
+            return world.rank, world.size, world.group.ranks, layer_matches(world, 1)
+
+    assert in_processes(live, 2) == [(rank, 2, (0, 1), True) for rank in range(2)]
+
+
+def test_a_world_of_one_is_asked_for_by_a_store_where_torch_has_a_default_group() -> None:
+    def live(rank: int) -> Any:
+        with moeos.init("twin", rank=0, size=1, store=dist.HashStore()) as world:
+            return world.rank, world.size
+
+    assert in_processes(live, 2) == [(0, 1)] * 2
+
+
+def of_mpirun(rank: int, size: int) -> dict[str, str]:
+    return {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(size)}
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        # One process of a launcher that has started the others itself, and hands its variables on.
+        (lambda rank: of_mpirun(0, 1), "mpirun it is rank 0 of 1"),
+        (lambda rank: torchrun_environment(0, 1, 1), "torchrun it is rank 0 of 1"),
+        (
+            lambda rank: {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+            "srun it is rank 0 of 1",
+        ),
+        # A part of what a launcher has started.
+        (lambda rank: of_mpirun(rank + 2, 4), "mpirun it is rank {rank_and_2} of 4"),
+        # The ranks in another order.
+        (lambda rank: torchrun_environment(1 - rank, 2, 1), "torchrun it is rank {other} of 2"),
+    ],
+    ids=["mpirun", "torchrun", "srun", "a part", "order"],
+)
+def test_a_launcher_that_contradicts_torchs_default_group_is_named_with_the_remedy(
+    variables: Callable[[int], dict[str, str]], said: str
+) -> None:
+    def live(rank: int) -> Any:
+        os.environ.update(variables(rank))
+        with pytest.raises(ValueError, match="pass the group whose ranks are meant") as raised:
+            moeos.init("twin")
+        with moeos.init("twin", group=dist.group.WORLD, deadline=20.0) as world:  # the remedy
+            return str(raised.value), world.rank, world.control.allgather(rank)
+
+    for rank, (message, place, every) in enumerate(in_processes(live, 2)):
+        wanted = said.format(rank_and_2=rank + 2, other=1 - rank)
+        assert message == (
+            f"torch.distributed has rank {rank} of 2 in this process, but by the variables of "
+            f"{wanted}: pass the group whose ranks are meant, such as "
+            "moeos.init(group=torch.distributed.group.WORLD)"
+        )
+        assert (place, every) == (rank, [0, 1])
+
+
+def test_a_launcher_that_agrees_with_torchs_default_group_tells_the_ranks() -> None:
+    port = free_port()
+
+    def live(rank: int) -> Any:
+        os.environ.update(torchrun_environment(rank, 2, port))
+        with moeos.init("twin", deadline=20.0) as world:
+            return world.rank, world.size, layer_matches(world, 1)
+
+    assert in_processes(live, 2) == [(rank, 2, True) for rank in range(2)]
 
 
 def raised_by(outcomes: list[Any], kind: type[Exception]) -> str:

@@ -173,6 +173,31 @@ def test_rows_beyond_the_tokens_take_no_place_and_pieces_are_rounded_alone() -> 
     virtual.run(rank_main, ranks=1)
 
 
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_rows_beyond_the_tokens_have_no_gradient_whatever_they_hold(renormalize: bool) -> None:
+    cfg = rounding_config(max_tokens=32, renormalize=renormalize)
+    weights = draw_weights(cfg, 1)
+    x = draw_call(cfg, 24, 0).x
+
+    def rank_main(world: World) -> list[tuple[Tensor, Tensor]]:
+        found = []
+        for beyond in (0, 8):
+            layer = weights.layer(world).requires_grad_()
+            rows = torch.cat([x, torch.full_like(x[:beyond], torch.nan)]).requires_grad_()
+            y = layer(rows, tokens=torch.tensor([24], dtype=torch.int32) if beyond else None)
+            y.backward(torch.ones_like(y))
+            assert rows.grad is not None
+            assert layer.gate.weight.grad is not None
+            assert not rows.grad[24:].any()
+            found.append((rows.grad[:24], layer.gate.weight.grad))
+        return found
+
+    [(alone, padded)] = virtual.run(rank_main, ranks=1)
+    assert all(bool(one.any()) for one in alone)
+    for one, wanted in zip(padded, alone, strict=True):
+        torch.testing.assert_close(one, wanted, rtol=1e-5, atol=1e-6)
+
+
 def test_what_cannot_be_rounded_is_named() -> None:
     cfg = rounding_config()
 

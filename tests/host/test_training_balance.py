@@ -154,6 +154,93 @@ def test_the_z_loss_is_its_formula() -> None:
     assert bool(training.z_loss_func(large, 1.0).isfinite())
 
 
+def losses_of(logits: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
+    """Each loss with a mask, of logits [BATCH, LENGTH, EXPERTS] with padding, or with none."""
+    sizes = logits.shape[:2]
+    ids = torch.where(logits.isnan(), 0.0, logits).detach().topk(K).indices
+    scores = logits.sigmoid()
+    every = None if mask is None else mask.view(sizes)
+    return {
+        "z": training.z_loss_func(logits, 0.5, every),
+        "model": training.load_balancing_loss_func(logits.flatten(0, 1), EXPERTS, K, every),
+        "sequence": training.sequence_load_balancing_loss_func(scores, ids, K, 0.5, every),
+    }
+
+
+@pytest.mark.parametrize("held", [float("nan"), float("inf"), float("-inf"), 1e30])
+@pytest.mark.parametrize("loss", ["z", "model", "sequence"])
+def test_what_padding_holds_enters_no_loss_and_no_gradient(loss: str, held: float) -> None:
+    mask = padding()
+    logits = drawn(BATCH, LENGTH, EXPERTS)
+    full = torch.where(mask.bool().unsqueeze(-1), logits, held).requires_grad_()
+    found = losses_of(full, mask)[loss]
+    [gradient] = torch.autograd.grad(found, full)
+
+    # Apart: the tokens alone, and each sequence by itself where the loss tells them apart.
+    alone = logits.clone().requires_grad_()
+    if loss == "sequence":
+        parts = [alone[n][mask[n].bool()][None] for n in range(BATCH)]
+        wanted = sum(losses_of(part, None)[loss] for part in parts) / BATCH
+    else:
+        wanted = losses_of(alone[mask.bool()][None], None)[loss]
+    assert isinstance(wanted, Tensor)
+    [of_wanted] = torch.autograd.grad(wanted, alone)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0.0)
+    if loss == "sequence" and held != held:  # the sigmoid of NaN, which is the caller's
+        gradient = torch.where(mask.bool().unsqueeze(-1), gradient, 0.0)
+    torch.testing.assert_close(gradient, of_wanted, rtol=1e-12, atol=1e-18)
+    assert not gradient[~mask.bool()].any()
+
+
+def test_scores_of_padding_get_a_gradient_of_zero_whatever_they_are() -> None:
+    mask = padding()
+    scores = drawn(BATCH, LENGTH, EXPERTS).sigmoid()
+    ids = scores.topk(K).indices
+    scores[~mask.bool()] = float("nan")
+    scores.requires_grad_()
+    training.sequence_load_balancing_loss_func(scores, ids, K, 1.0, mask).backward()  # type: ignore[no-untyped-call]
+    assert scores.grad is not None
+    assert bool(scores.grad.isfinite().all())
+    assert not scores.grad[~mask.bool()].any()
+    assert bool(scores.grad[mask.bool()].any())
+
+
+def test_a_token_that_has_no_scores_has_no_share_and_no_gradient() -> None:
+    scores = torch.zeros(1, 2, EXPERTS)
+    scores[0, 0] = 0.5
+    scores.requires_grad_()
+    ids = torch.tensor([[[0, 1], [2, 3]]])
+    found = training.sequence_load_balancing_loss_func(scores, ids, 1, 64.0)
+    # Four pairs of 2 tokens, k = 1; shares 1 / 6 of the one token, and none of the other.
+    assert found.item() == pytest.approx(64.0 * 4 * (EXPERTS / 2) * (1 / EXPERTS / 2))
+    found.backward()  # type: ignore[no-untyped-call]
+    assert scores.grad is not None
+    assert bool(scores.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("how", ["no tokens", "all are padding"])
+def test_a_mean_over_nothing_is_zero_and_so_is_its_gradient(how: str) -> None:
+    length = 0 if how == "no tokens" else LENGTH
+    logits = drawn(BATCH, length, EXPERTS).requires_grad_()
+    mask = torch.zeros(BATCH, length) if length else None
+    found = losses_of(logits, mask)
+    probs = logits.flatten(0, 1).softmax(dim=1) * (length == 0)
+    none = torch.zeros(EXPERTS, dtype=torch.int64)
+    for name, total in (("int", 0), ("tensor", torch.tensor(0)), ("float", torch.tensor(0.0))):
+        found[f"switch, {name}"] = training.switch_load_balancing_loss_func(
+            probs, none, total, K, EXPERTS, 0.5
+        )
+    nothing = drawn(0, 4, EXPERTS).requires_grad_()
+    no_ids = torch.empty(0, 4, K, dtype=torch.int64)
+    of_none = training.sequence_load_balancing_loss_func(nothing, no_ids, K, 0.5)
+    assert of_none.item() == 0.0
+    of_none.backward()  # type: ignore[no-untyped-call]
+    for name, loss in found.items():
+        assert loss.item() == 0.0, name
+        [gradient] = torch.autograd.grad(loss, logits, retain_graph=True)
+        assert torch.equal(gradient, torch.zeros_like(logits)), name
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
 def test_a_bias_moves_towards_the_mean_by_the_rate(dtype: torch.dtype) -> None:
     counts = torch.tensor([4, 1, 3, 4], dtype=dtype)
@@ -212,7 +299,13 @@ def test_a_bias_may_be_of_all_ranks_counts() -> None:
             lambda: training.sequence_load_balancing_loss_func(
                 torch.ones(2, 3, 4), torch.ones(2, 1).long(), 1, 1.0
             ),
-            r"topk_ids is \[2, 1\]",
+            r"topk_ids is \[2, 1\]; it must be \[2, 3, any\]",
+        ),
+        (
+            lambda: training.sequence_load_balancing_loss_func(
+                torch.ones(2, 3, 4), torch.ones(2, 3).long(), 1, 1.0
+            ),
+            r"topk_ids is \[2, 3\]; it must be \[2, 3, any\]",
         ),
         (
             lambda: training.z_loss_func(torch.ones(2, 4), 1.0, torch.ones(4)),

@@ -10,9 +10,7 @@ import io
 import itertools
 import os
 import pickle
-import sys
 import threading
-import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -39,7 +37,7 @@ from tests.integrations.families_of_transformers import (
     experts_classes,
     experts_of,
 )
-from tests.nightly import all_but, at_night
+from tests.nightly import all_but
 from tests.processes import ROOT, free_port, torchrun_environment
 from tests.tiny_models import TINY, make
 
@@ -203,6 +201,12 @@ def gpt_oss() -> Any:
     return experts_of(GptOssExperts)
 
 
+def aria() -> Any:
+    from transformers.models.aria.modeling_aria import AriaExperts
+
+    return experts_of(AriaExperts)
+
+
 def qwen3() -> Any:
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -216,30 +220,43 @@ def by(module: Any, implementation: str, *tokens: Tensor) -> Tensor:
     return y
 
 
-def test_weights_that_were_moved_once_are_right_for_all_that_reads_them() -> None:
-    module, fresh = gpt_oss(), gpt_oss()
+@pytest.mark.parametrize("made", [gpt_oss, aria, qwen3])
+def test_a_call_leaves_a_module_as_it_was_for_all_that_reads_it(made: Any) -> None:
+    module = made()
     before = {name: weight.clone() for name, weight in module.state_dict().items()}
+    places = {name: weight.data_ptr() for name, weight in module.named_parameters()}
     tokens = tokens_for(module)
     expected = by(module, "eager", *tokens)
-    assert reference.relative_error(by(module, "moeos", *tokens), expected) <= LIMIT
-    moved = module.gate_up_proj.data_ptr()
-    assert transformers_weights.is_in_place(module)
-    for implementation in ("eager", "batched_mm", "grouped_mm", "moeos"):
+    for implementation in ("moeos", "eager", "batched_mm", "grouped_mm", "moeos"):
         y = by(module, implementation, *tokens)
         assert reference.relative_error(y, expected) <= LIMIT, implementation
-    assert module.gate_up_proj.data_ptr() == moved
-    for name, weight in module.state_dict().items():
+    for name, weight in module.named_parameters():
+        assert weight.data_ptr() == places[name], name
         assert torch.equal(weight, before[name]), name
-    fresh.load_state_dict({name: 2 * weight for name, weight in before.items()})
-    doubled = by(fresh, "eager", *tokens)
-    module.load_state_dict(fresh.state_dict())
-    for implementation in ("moeos", "eager"):
-        y = by(module, implementation, *tokens)
-        assert reference.relative_error(y, doubled) <= LIMIT, implementation
+
+
+@pytest.mark.parametrize("made", [gpt_oss, aria, qwen3])
+def test_a_matrix_whose_memory_lies_the_other_way_is_read_in_place(made: Any) -> None:
+    """As a checkpoint that was saved in the other order is loaded with assign=True."""
+    module = made()
+    tokens = tokens_for(module)
+    expected = by(module, "eager", *tokens)
+    for name in ("gate_up_proj", "down_proj"):
+        weight = getattr(module, name)
+        weight.data = weight.data.transpose(1, 2).contiguous().transpose(1, 2)
+    assert reference.relative_error(by(module, "moeos", *tokens), expected) <= LIMIT
+    transposed = module._moeos_ready.experts.cfg.transposed
+    assert transposed != module.is_transposed
+    module.down_proj.data = module.down_proj.data.contiguous()
+    with pytest.raises(ValueError, match=r"strides of the experts' matrices .* contiguous ones do"):
+        by(module, "moeos", *tokens)
+    for name in ("gate_up_proj", "down_proj"):  # as the error says
+        getattr(module, name).data = getattr(module, name).data.contiguous()
+    assert reference.relative_error(by(module, "moeos", *tokens), expected) <= LIMIT
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
-def test_copies_of_a_module_whose_weights_were_moved_compute_the_same(how: str) -> None:
+def test_copies_of_a_module_that_was_called_compute_the_same(how: str) -> None:
     module = gpt_oss()
     tokens = tokens_for(module)
     expected = by(module, "moeos", *tokens)
@@ -260,7 +277,7 @@ def test_copies_of_a_module_whose_weights_were_moved_compute_the_same(how: str) 
     assert copied.state_dict().keys() == module.state_dict().keys()
 
 
-def test_threads_that_make_a_first_call_together_move_the_weights_once(
+def test_threads_that_make_a_first_call_together_both_compute_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     both = threading.Barrier(2)
@@ -279,79 +296,6 @@ def test_threads_that_make_a_first_call_together_move_the_weights_once(
         calls = [threads.submit(by, module, "moeos", *tokens) for _ in range(2)]
     for y in (*(call.result() for call in calls), by(module, "eager", *tokens)):
         assert reference.relative_error(y, expected) <= LIMIT
-
-
-def stopped_at(opcode: int, module: Any) -> bool:
-    """Whether Ctrl-C stopped the move of a module before that many steps in its file."""
-    steps = 0
-
-    def trace(frame: Any, event: str, argument: Any) -> Any:
-        nonlocal steps
-        if frame.f_code.co_filename != transformers_weights.__file__:
-            return None
-        frame.f_trace_opcodes = True
-        steps += event == "opcode"
-        if steps > opcode:
-            raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        transformers_weights.move(module)
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
-
-
-@pytest.mark.parametrize("local", [at_night(False), True], ids=["", "local parts"])
-def test_a_move_that_is_interrupted_leaves_a_module_that_is_right(local: bool) -> None:
-    fresh = gpt_oss()
-    tokens = tokens_for(fresh, rows=2)
-    expected = by(fresh, "eager", *tokens)
-    fresh._is_expert_parallel = local  # whose parameters are put in the place of others
-    steps, stopped = 0, True
-    while stopped:
-        module = copy.deepcopy(fresh)
-        with ThreadPoolExecutor(1) as thread:  # with which torch's modes end that were not left
-            stopped = thread.submit(stopped_at, steps, module).result()
-        steps += 3
-        y = by(module, "eager", *tokens)
-        assert reference.relative_error(y, expected) <= LIMIT, steps
-        transformers_weights.move(module)
-        assert transformers_weights.is_in_place(module)
-        for name, weight in fresh.state_dict().items():
-            assert torch.equal(module.state_dict()[name], weight), (steps, name)
-    assert steps > 100
-    assert reference.relative_error(by(module, "moeos", *tokens), expected) <= LIMIT
-
-
-def test_memory_that_runs_out_in_a_move_leaves_a_module_that_is_right(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    module = gpt_oss()
-    tokens = tokens_for(module)
-    expected = by(module, "eager", *tokens)
-    for allowed in range(3):
-        left = allowed
-
-        def contiguous(tensor: Tensor, original: Any = Tensor.contiguous) -> Tensor:
-            nonlocal left
-            if left == 0:
-                raise torch.OutOfMemoryError("no memory")
-            left -= 1
-            copied: Tensor = original(tensor)
-            return copied
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Tensor, "contiguous", contiguous)
-            with pytest.raises(torch.OutOfMemoryError):
-                transformers_weights.move(module)
-        y = by(module, "eager", *tokens)
-        assert reference.relative_error(y, expected) <= LIMIT, allowed
-    assert reference.relative_error(by(module, "moeos", *tokens), expected) <= LIMIT
 
 
 def test_layers_of_one_shape_share_their_experts_and_ids_beyond_them_are_unused() -> None:
@@ -511,8 +455,9 @@ def test_what_moeos_does_not_compute_is_refused_by_one_sentence(
         by(module, "moeos", *tokens)
 
 
-def test_gradients_are_those_of_eager() -> None:
-    module = qwen3()
+@pytest.mark.parametrize("made", [qwen3, gpt_oss, aria])
+def test_gradients_are_those_of_eager(made: Any) -> None:
+    module = made()
 
     def gradients(implementation: str) -> dict[str, Tensor]:
         module.config._experts_implementation = implementation
@@ -524,30 +469,10 @@ def test_gradients_are_those_of_eager() -> None:
         return {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
     expected, found = gradients("eager"), gradients("moeos")
-    assert len(expected) == 4
+    assert len(expected) == 2 + len(list(module.parameters()))
     for name, gradient in expected.items():
         assert reference.relative_error(found[name], gradient) <= LIMIT, name
-
-
-def test_a_gradient_of_gates_and_ups_in_turn_is_refused() -> None:
-    module = gpt_oss()
-    module.requires_grad_(True)
-    module.config._experts_implementation = "moeos"
-    for _ in range(2):  # before their order has changed, and behind it
-        with pytest.raises(ValueError, match=r"a gradient of the experts.*gates come before"):
-            module(*tokens_for(module))
-        by(module, "moeos", *tokens_for(module))
-
-
-def test_a_gradient_of_experts_whose_parameters_a_first_call_replaces_is_refused() -> None:
-    """With ranks, as `test_ranks_that_share_the_experts_have_the_gradients_of_one` has them: the
-    optimizer has the parameters of before."""
-    from transformers.models.aria.modeling_aria import AriaExperts
-
-    module = experts_of(AriaExperts)
-    module.requires_grad_(True)
-    with pytest.raises(ValueError, match=r"AriaExperts: a gradient .*before the optimizer is made"):
-        adapter._call(module, object(), *tokens_for(module))
+        assert found[name].stride() == gradient.stride(), name
 
 
 def test_the_lines_of_the_page_switch_moeos_on() -> None:
@@ -621,6 +546,7 @@ PARALLEL = {"num_attention_heads": 4, "num_key_value_heads": 4}
         ("qwen3_moe", 2, False),
         ("qwen3_moe", 2, True),
         pytest.param("gpt_oss", 2, False, marks=pytest.mark.nightly),
+        pytest.param("gpt_oss", 2, True, marks=pytest.mark.nightly),
         pytest.param("qwen3_moe", 4, False, marks=pytest.mark.nightly),
         pytest.param("qwen3_moe", 4, True, marks=pytest.mark.nightly),
         pytest.param("gpt_oss", 4, False, marks=pytest.mark.nightly),
@@ -688,11 +614,23 @@ def test_ranks_that_a_plan_of_tensor_parallelism_gives_slices_answer_as_one_does
 def test_ranks_that_share_the_experts_have_the_gradients_of_one(
     rows: int, how: str, tmp_path: Path
 ) -> None:
+    check_gradients_of_ranks("qwen3_moe", rows, how, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("how", ["equal batches", "batches of their own"])
+def test_ranks_that_share_transposed_interleaved_experts_have_the_gradients_of_one(
+    how: str, tmp_path: Path
+) -> None:
+    check_gradients_of_ranks("gpt_oss", 4, how, tmp_path)
+
+
+def check_gradients_of_ranks(name: str, rows: int, how: str, folder: Path) -> None:
     """A batch that all have, or of which each has a part: then FSDP takes the mean."""
     distinct = how == "batches of their own"
     ranks = 2
-    model, ids = tiny("qwen3_moe", num_hidden_layers=2, **PARALLEL), prompt(rows * ranks)
-    model.save_pretrained(tmp_path)
+    model, ids = tiny(name, num_hidden_layers=2, **PARALLEL), prompt(rows * ranks)
+    model.save_pretrained(folder)
     cls = type(model)
     model.requires_grad_(True)(input_ids=ids, labels=ids).loss.backward()
     sizes = {"fsdp_size" if distinct else "tp_size": ranks}
@@ -704,7 +642,7 @@ def test_ranks_that_share_the_experts_have_the_gradients_of_one(
         adapter.register(max_tokens=MAX_TOKENS, deadline=60.0)
         config = DistributedConfig(ep_implementation="moeos", **sizes)
         alone = {"experts_implementation": "moeos"} if how == "slices" else {}
-        made = cls.from_pretrained(tmp_path, distributed_config=config, **alone)
+        made = cls.from_pretrained(folder, distributed_config=config, **alone)
         model = made.requires_grad_(True)
         mine = ids[rank * rows : (rank + 1) * rows] if distinct else ids
         model(input_ids=mine, labels=mine).loss.backward()
@@ -719,23 +657,12 @@ def test_ranks_that_share_the_experts_have_the_gradients_of_one(
 
     for found in in_processes(live, ranks, 120.0):
         assert isinstance(found, dict), found
-        for name, weight in model.named_parameters():
-            gradient = torch.from_numpy(found[name])
-            assert reference.relative_error(gradient, weight.grad) <= LIMIT, name
+        for key, weight in model.named_parameters():
+            gradient = torch.from_numpy(found[key])
+            assert reference.relative_error(gradient, weight.grad) <= LIMIT, key
 
 
 def test_slices_that_cannot_be_computed_are_refused_by_name_and_remedy(tmp_path: Path) -> None:
-    module = gpt_oss()
-    tokens = tokens_for(module)
-    before = module.state_dict()["gate_up_proj"].clone()
-    mesh = types.SimpleNamespace(size=lambda: 2, ndim=1)
-    adapter.MoeosSlices().install_forward(module, mesh)
-    module.config._experts_implementation = "moeos"
-    with pytest.raises(
-        ValueError, match=r"GptOssExperts: tp_size beside transposed or .* is 2, .*ep_size = tp_si"
-    ):
-        module(*tokens)
-    assert torch.equal(module.state_dict()["gate_up_proj"], before)
     tiny("qwen3_moe", moe_intermediate_size=24, **PARALLEL).save_pretrained(tmp_path)
     with pytest.raises(
         ValueError, match=r"Experts: intermediate is 24; 2 ranks .* of 16\..*: ep_size = tp_size"
@@ -771,11 +698,11 @@ def test_a_fork_refuses_experts_that_ranks_of_its_parent_share() -> None:
     module = qwen3()
     tokens = tokens_for(module)
     by(module, "moeos", *tokens)
-    key = module._moeos_ready.key
+    key, own = module._moeos_ready.key, transformers_weights.weights_of(module)
 
     def live(rank: int) -> str:
         with pytest.raises(RuntimeError, match="make a world after the fork") as error:
-            adapter._make_ready_in_a_call_before_torch_compile(module, object(), key)
+            adapter._make_ready_in_a_call_before_torch_compile(module, object(), key, own)
         return str(error.value)
 
     (text,) = in_processes(live, 1, 60.0)
@@ -816,30 +743,22 @@ def test_ranks_refuse_a_batch_that_is_too_long_alike_and_say_what_works(tmp_path
         on_ranks("qwen3_moe", tmp_path, 2, False, prompt(4), max_tokens=8)
 
 
-def test_experts_that_fsdp_gathers_and_that_must_be_moved_are_refused(tmp_path: Path) -> None:
-    tiny("gpt_oss", **PARALLEL).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"GptOssExperts: fsdp_size beside .*tp_size = ep_size"):
-        on_ranks("gpt_oss", tmp_path, 2, True, prompt(2))
-
-
-def test_tensors_in_place_of_a_modules_own_are_refused_where_their_order_is_unknown() -> None:
-    module = gpt_oss()
+@pytest.mark.parametrize("made", [gpt_oss, qwen3])
+def test_tensors_in_place_of_a_modules_own_are_what_is_computed_with(made: Any) -> None:
+    """Those of `torch.func.functional_call`, with any numbers, before and after other calls."""
+    module = made()
     tokens = tokens_for(module)
-    expected = by(module, "eager", *tokens)
-    module.config._experts_implementation = "moeos"
     call = functools.partial(torch.func.functional_call, module)
     with torch.no_grad():
-        given = {name: part.clone() for name, part in module.state_dict().items()}
-        with pytest.raises(ValueError, match=r"pass dict\(model\.named_parameters\(\)\)"):
-            call(given, tokens)
-        assert reference.relative_error(module(*tokens), expected) <= LIMIT
         own = dict(module.named_parameters())
-        for named in (own, {name: part.detach() for name, part in own.items()}):
-            assert reference.relative_error(call(named, tokens), expected) <= LIMIT
-        for implementation in ("moeos", "eager"):
-            module.config._experts_implementation = implementation
-            with pytest.raises(ValueError, match=r"pass dict\(model\.named_parameters\(\)\)"):
-                call(given, tokens)
+        for scale in (2.0, 1.0, -0.5):
+            given = {name: scale * part for name, part in own.items()}
+            found = {}
+            for implementation in ("eager", "moeos"):
+                module.config._experts_implementation = implementation
+                found[implementation] = call(given, tokens)
+            assert reference.relative_error(found["moeos"], found["eager"]) <= LIMIT
+            assert reference.relative_error(module(*tokens), by(made(), "eager", *tokens)) <= LIMIT
 
 
 def test_a_first_call_amid_another_one_of_the_same_thread_is_refused() -> None:
