@@ -7,122 +7,22 @@ optimizers float64.
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from moeos import reference
 from tests.integrations.stand_ins import Tensors, on_ranks
 from tests.integrations.test_torchtitan import HIDDEN, INTERMEDIATE, TOP_K, built, call, config
+from tests.integrations.ways_to_write import NEEDS, WAYS, numbers_of
 
-Numbers = dict[str, Tensor]
 
-
-def numbers_of(tensors: Tensors) -> Numbers:
+def new_numbers(tensors: Tensors) -> dict[str, Tensor]:
     gate, up = tensors.w1.split(INTERMEDIATE, dim=1)
     return {"w1_EFD": gate.clone(), "w2_EDF": tensors.w2.clone(), "w3_EFD": up.clone()}
-
-
-def _each(write: Callable[[nn.Parameter, Tensor], Any]) -> Callable[[nn.Module, Numbers], None]:
-    """A way to write a module's parameters, of one to write a parameter."""
-
-    def write_all(module: nn.Module, numbers: Numbers) -> None:
-        with torch.no_grad():
-            for name, parameter in module.named_parameters():
-                write(parameter, numbers[name])
-
-    return write_all
-
-
-def _data(parameter: nn.Parameter, numbers: Tensor) -> None:
-    parameter.data = numbers.clone()
-
-
-def _swap(parameter: nn.Parameter, numbers: Tensor) -> None:
-    torch.utils.swap_tensors(parameter, nn.Parameter(numbers.clone()))
-
-
-def _replace(module: nn.Module, numbers: Numbers) -> None:
-    for name in numbers:
-        setattr(module, name, nn.Parameter(numbers[name].clone()))
-
-
-def _in_state_dict(module: nn.Module, numbers: Numbers) -> None:
-    for name, tensor in module.state_dict().items():
-        tensor.copy_(numbers[name])
-
-
-def _from_vector(module: nn.Module, numbers: Numbers) -> None:
-    parameters = list(module.parameters())
-    vector = torch.cat([numbers[name].flatten() for name, _ in module.named_parameters()])
-    assert parameters_to_vector(parameters).shape == vector.shape
-    vector_to_parameters(vector, parameters)
-
-
-def _from_dcp(module: nn.Module, numbers: Numbers) -> None:
-    from torch.distributed import checkpoint
-
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoint.save(dict(numbers), checkpoint_id=folder)
-        checkpoint.load(module.state_dict(), checkpoint_id=folder)
-
-
-def _from_safetensors(module: nn.Module, numbers: Numbers) -> None:
-    from safetensors.torch import load_file, save_file
-
-    with tempfile.TemporaryDirectory() as folder:
-        save_file(module.state_dict(), Path(folder) / "own")  # as a program does
-        save_file(numbers, Path(folder) / "new")
-        module.load_state_dict(load_file(Path(folder) / "new"))
-
-
-def _step(kind: Any, **options: Any) -> Callable[[nn.Module, Numbers], None]:
-    """A step of an optimizer, whose gradients are the numbers."""
-
-    def step(module: nn.Module, numbers: Numbers) -> None:
-        optimizer = kind(module.parameters(), lr=0.1, **options)
-        for name, parameter in module.named_parameters():
-            parameter.grad = numbers[name].clone()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-EXACT: dict[str, Callable[[nn.Module, Numbers], None]] = {
-    "copy_": _each(lambda parameter, numbers: parameter.copy_(numbers)),
-    "data.copy_": _each(lambda parameter, numbers: parameter.data.copy_(numbers)),
-    "data =": _each(_data),
-    "a view of one dimension": _each(lambda parameter, it: parameter.view(-1).copy_(it.view(-1))),
-    "dlpack": _each(lambda parameter, it: torch.from_dlpack(parameter.detach()).copy_(it)),
-    "numpy": _each(lambda parameter, it: parameter.detach().numpy().__setitem__(..., it.numpy())),
-    "load_state_dict": lambda module, numbers: module.load_state_dict(numbers),
-    "load_state_dict, assign": lambda module, numbers: module.load_state_dict(
-        {name: tensor.clone() for name, tensor in numbers.items()}, assign=True
-    ),
-    "state_dict()[name].copy_": _in_state_dict,
-    "vector_to_parameters": _from_vector,
-    "swap_tensors": _each(_swap),
-    "another parameter": _replace,
-    "DCP": _from_dcp,
-    "safetensors": _from_safetensors,
-}
-"""Ways after which a module's parameters are the numbers."""
-
-CHANGING = {
-    "add_": _each(lambda parameter, numbers: parameter.add_(numbers)),
-    "AdamW": _step(torch.optim.AdamW, foreach=False, fused=False),
-    "AdamW, foreach": _step(torch.optim.AdamW, foreach=True),
-    "AdamW, fused": _step(torch.optim.AdamW, fused=True),
-    "SGD, fused": _step(torch.optim.SGD, fused=True),
-}
-"""Ways after which they are others."""
 
 
 @pytest.mark.parametrize(
@@ -131,7 +31,7 @@ CHANGING = {
     ids=["eager", "compiled once", "compiled for each way"],
 )
 def test_a_call_reads_what_was_written_before_between_and_after_calls(
-    compiled: bool, one_module: bool
+    compiled: bool, one_module: bool, tmp_path: Path
 ) -> None:
     """Of each way: before the first call, after a call, and after a backward; with one module for
     all ways another way's calls come before.
@@ -145,30 +45,30 @@ def test_a_call_reads_what_was_written_before_between_and_after_calls(
             with torch.no_grad():
                 return call(module, x, ids, scores)
 
-        output(built(sets[0], {}))  # makes the experts, which all modules share
         wrong, experts = [], None
-        for name, write in (EXACT | CHANGING).items():
+        for name in [way for way in WAYS if way not in NEEDS]:  # for what torchtitan has
             if experts is None or not one_module:
                 torch._dynamo.reset()
                 experts = built(sets[0], {})
                 run = torch.compile(experts, backend="aot_eager") if compiled else experts
             inner = experts.inner_experts
+            before = output(built(sets[0], {}))
             for time, tensors in enumerate(sets[1:]):
-                numbers = numbers_of(tensors)
-                write(inner, numbers)
-                now = {key: one.detach().clone() for key, one in inner.named_parameters()}
-                for key, one in numbers.items():
-                    assert name in CHANGING or torch.equal(one, now[key])
+                WAYS[name](inner, new_numbers(tensors), tmp_path / name / str(time))
                 fresh = built(tensors, {})
-                fresh.inner_experts.load_state_dict(now)
-                if not torch.equal(output(run), output(fresh)):
+                fresh.inner_experts.load_state_dict(numbers_of(inner))
+                expected = output(fresh)
+                assert not torch.equal(expected, before), "the way wrote nothing"
+                if not torch.equal(output(run), expected):
                     wrong.append((name, time))
+                before = expected
                 if time == 1:
+                    inner.requires_grad_(True)
                     call(experts if one_module else run, x, ids, scores).sum().backward()
                     inner.zero_grad()
         return wrong
 
-    assert on_ranks(live, 1) == [[]]
+    assert on_ranks(live, 1, seconds=600) == [[]]
 
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -194,7 +94,7 @@ def test_steps_of_every_optimizer_are_those_of_float64() -> None:
             return dict(experts.inner_experts.named_parameters())
 
         def right(kind: Any, options: dict[str, Any]) -> dict[str, Tensor]:
-            stock = {name: nn.Parameter(one.double()) for name, one in numbers_of(tensors).items()}
+            stock = {name: nn.Parameter(one.double()) for name, one in new_numbers(tensors).items()}
             options = options | {"fused": False, "foreach": False}
             optimizer = kind(stock.values(), **options)
             for x, ids, scores in batches:
@@ -212,7 +112,7 @@ def test_steps_of_every_optimizer_are_those_of_float64() -> None:
 
         errors = {}
         for name, how in OPTIMIZERS.items():
-            found, expected, before = steps(*how), right(*how), numbers_of(tensors)
+            found, expected, before = steps(*how), right(*how), new_numbers(tensors)
             for key, one in expected.items():
                 moved = found[key].double() - before[key]
                 errors[f"{name}: {key}"] = reference.relative_error(moved, one - before[key])
