@@ -322,7 +322,7 @@ def _create_moe_runner(original: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 
 def _leave_weights(original: Callable[..., Any], method: Any, layer: Any) -> Any:
-    """Around what the FP8 method does behind loading: for our core, codes and scales stay."""
+    """Around what a method does after loading: for our core, weights stay as they are."""
     return None if _is_moeos(get_moe_runner_backend()) else original(method, layer)
 
 
@@ -356,8 +356,8 @@ def register() -> None:
         return
     for method in (_UNQUANTISED, _FP8):
         HookRegistry.register(f"{method}.create_moe_runner", _create_moe_runner, HookType.AROUND)
-    after = f"{_FP8}.process_weights_after_loading"
-    HookRegistry.register(after, _leave_weights, HookType.AROUND)
+        after = f"{method}.process_weights_after_loading"
+        HookRegistry.register(after, _leave_weights, HookType.AROUND)
     HookRegistry.register(f"{_FP8}.apply", _apply_fp8, HookType.AROUND)
     HookRegistry.register(_GLOBAL_IDS, _keeps_global_expert_ids, HookType.AROUND)
     HookRegistry.register(f"{_LAYER}.__init__", _require_moeos, HookType.AFTER)

@@ -67,7 +67,7 @@ class Exclusive:
 
 
 preparing = Exclusive()
-"""Of who moves a module's weights and makes its experts."""
+"""Of who makes a module's experts."""
 
 _making = Exclusive()
 os.register_at_fork(after_in_child=preparing.free)
@@ -198,23 +198,16 @@ def require_slices(
         raise ValueError(f"{where}: {error}: {works}") from None
 
 
-def gate_then_up(interleaved: Tensor, dim: int = -1) -> Tensor:
-    """[..., 2I] gate 0, up 0, gate 1, ... -> [..., 2I] all gates, then all ups; along `dim`."""
-    dim %= interleaved.dim()
-    pairs: Tensor = interleaved.unflatten(dim, (-1, 2))
-    return pairs.transpose(dim, dim + 1).flatten(dim, dim + 1)
-
-
 def interleaved(gate_then_up: Tensor, dim: int = -1) -> Tensor:
-    """The inverse of `gate_then_up`."""
+    """[..., 2I] all gates, then all ups -> [..., 2I] gate 0, up 0, gate 1, ...; along `dim`."""
     dim %= gate_then_up.dim()
     halves: Tensor = gate_then_up.unflatten(dim, (2, -1))
     return halves.transpose(dim, dim + 1).flatten(dim, dim + 1)
 
 
 def untraced(function: _Function) -> _Function:
-    """A function that torch.compile does not look into, for what no graph could repeat: weights
-    that move, and worlds that are made. A graph of a call of it is broken there; where it must be
+    """A function that torch.compile does not look into, for what no graph could repeat: worlds
+    that are made. A graph of a call of it is broken there; where it must be
     whole, Dynamo's error has the function's name."""
     return cast(_Function, torch.compiler.disable(function))
 

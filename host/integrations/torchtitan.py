@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
@@ -40,10 +39,8 @@ MAX_TOKENS = 8192
 class MoeosRoutedExperts(RoutedExperts):
     """Routed experts whose tokens moeos sends, computes and adds up; torchtitan routes them.
 
-    With expert parallelism the ranks are those of the mesh "ep", or else this process alone.
-    Gate and up weights lie behind one another, as moeos takes them, from the first call on: they
-    are moved once, and the module's parameters are views of the same memory. It trains where
-    `moeos.Experts` do.
+    With expert parallelism the ranks are those of the mesh "ep", or else this process alone. A call
+    reads the parameters as they are then. It trains where `moeos.Experts` do.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -70,7 +67,6 @@ class MoeosRoutedExperts(RoutedExperts):
         self._config = config
         self._ep_group: Any = None
         self._experts: shared.OfProcess | None = None
-        self._w13: torch.Tensor | None = None
 
     def parallelize(self, parallel_dims: Any) -> None:
         if parallel_dims.tp_enabled and not parallel_dims.ep_enabled:
@@ -92,15 +88,14 @@ class MoeosRoutedExperts(RoutedExperts):
         num_local_tokens_per_expert_E: torch.Tensor,
     ) -> torch.Tensor:
         """[B, L, D]: each token's experts, weighted by its scores. Collective over "ep"."""
-        if not self._is_ready():
+        if self._experts is None or not self._experts.ready:
             if torch.compiler.is_exporting():
                 raise shared.refusal(
                     WHERE, "the first call", "exported", "a call before torch.export does"
                 )
-            self._make_ready_in_a_call_before_torch_compile(x_BLD, topk_expert_ids_BLK.shape[-1])
-        of_process, w13, inner = self._experts, self._w13, self.inner_experts
+            self._make_experts_in_a_call_before_torch_compile(x_BLD, topk_expert_ids_BLK.shape[-1])
+        of_process, inner = self._experts, self.inner_experts
         assert of_process is not None
-        assert w13 is not None
         experts = of_process.made
         rows, most = x_BLD.shape[:-1].numel(), experts.cfg.max_tokens
         if rows > most and experts.world.size > 1:
@@ -111,35 +106,21 @@ class MoeosRoutedExperts(RoutedExperts):
             x_BLD,
             topk_expert_ids_BLK,
             topk_scores_BLK,
-            _Joined.apply(_local(inner.w1_EFD), _local(inner.w3_EFD), w13),  # type: ignore[no-untyped-call]
+            _local(inner.w1_EFD),
             _local(inner.w2_EDF),
+            w3=_local(inner.w3_EFD),
             pieces=max(1, -(-rows // most)),
         )
 
-    def _is_ready(self) -> bool:
-        """Whether there are experts, and the parameters are still halves of `_w13`."""
-        packed = self._w13
-        if packed is None or self._experts is None or not self._experts.ready:
-            return False
-        inner = self.inner_experts
-        w1, w3 = _local(inner.w1_EFD), _local(inner.w3_EFD)
-        if torch.compiler.is_compiling():  # a graph sees no address: halves have gaps between rows
-            return w1.stride() == packed.stride() == w3.stride()
-        halves = packed.data_ptr(), packed[:, w1.shape[1] :].data_ptr()
-        return (w1.data_ptr(), w3.data_ptr()) == halves
-
     @shared.untraced
-    def _make_ready_in_a_call_before_torch_compile(self, x: torch.Tensor, top_k: int) -> None:
-        """Makes the experts and moves the weights, once. Collective over "ep"."""
+    def _make_experts_in_a_call_before_torch_compile(self, x: torch.Tensor, top_k: int) -> None:
+        """Makes the experts of this process, once. Collective over "ep"."""
 
         def prepare() -> None:
-            if self._is_ready():  # another thread has done it
-                return
-            self._require_whole(x)
             if self._experts is None:
+                self._require_whole(x)
                 self._experts = self._made(x, top_k)
             self._experts.here()
-            self._pack()
 
         shared.preparing.run(prepare)
 
@@ -154,6 +135,7 @@ class MoeosRoutedExperts(RoutedExperts):
             dtype=x.dtype,
             max_tokens=self._config.max_tokens,
             routing="caller",
+            gate_up="separate",
         )
         backend = self._config.backend
         if backend == "auto" and x.device.type == "cpu":
@@ -165,30 +147,16 @@ class MoeosRoutedExperts(RoutedExperts):
 
         return shared.OfProcess(make)
 
-    def _pack(self) -> None:
-        """Makes the parameters w1 and w3 halves of one [X, 2I, D], and keeps that. A half that an
-        error left is no harm: its numbers are right, and the next call packs anew."""
-        inner = self.inner_experts
-        with torch.no_grad():
-            w1, w3 = _local(inner.w1_EFD), _local(inner.w3_EFD)
-            rows = w1.shape[1]
-            packed = torch.cat([w1, w3], dim=1)
-            if packed.is_cuda:  # another thread may read it on another stream
-                torch.cuda.current_stream(packed.device).synchronize()
-            _point(inner, "w1_EFD", packed[:, :rows])
-            _point(inner, "w3_EFD", packed[:, rows:])
-            self._w13 = packed
-
     def _require_whole(self, x: torch.Tensor) -> None:
-        """`ValueError` unless the parameters are whole experts of x's dtype that stay in place."""
+        """`ValueError` unless the parameters of a call are whole experts of x's dtype."""
         inner = self.inner_experts
-        if isinstance(inner, FSDPModule) or isinstance(self, FSDPModule):
+        if isinstance(inner, FSDPModule):
             raise shared.refusal(
                 WHERE,
-                "fully_shard of the experts",
+                "fully_shard of inner_experts",
                 True,
-                "parallelism.data_parallel_shard_degree 1 with expert parallelism does: FSDP "
-                "gathers weights anew in each call",
+                "fully_shard of the transformer block does, as torchtitan applies it: it gathers "
+                "the experts before their call",
             )
         for name in ("w1_EFD", "w2_EDF", "w3_EFD"):
             weight = getattr(inner, name)
@@ -206,36 +174,9 @@ class MoeosRoutedExperts(RoutedExperts):
                 )
 
 
-class _Joined(torch.autograd.Function):
-    """Gate and up weights as the memory of which they are halves; its gradient is theirs."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, gate: torch.Tensor, up: torch.Tensor, packed: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.save_for_backward(gate, up)  # of which PyTorch says whether they have changed since
-        return packed.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        gate, up = ctx.saved_tensors
-        of_gate, of_up = gradients[0].split((gate.shape[1], up.shape[1]), dim=1)
-        return of_gate, of_up, None
-
-
 def _local(weight: torch.Tensor) -> torch.Tensor:
     """This rank's part of a parameter, differentiable."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
-
-
-def _point(module: nn.Module, name: str, memory: torch.Tensor) -> None:
-    """Makes a parameter a view of other memory with the same values. It stays what it is, since an
-    optimizer may hold it."""
-    weight = getattr(module, name)
-    if isinstance(weight, DTensor):
-        weight._local_tensor = memory
-    else:
-        weight.data = memory
 
 
 def routed_experts(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -42,7 +41,6 @@ try:
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
         UnquantizedFusedMoEMethod,
     )
-    from vllm.model_executor.utils import is_weights_pre_processed
     from vllm.platforms import current_platform
 except ImportError as error:
     raise shared.missing("vllm_experts", "vllm", VERSION) from error
@@ -57,6 +55,7 @@ WHOLE = "--enable-expert-parallel gives each rank whole experts"
 ACTIVATIONS = {
     "silu": "swiglu",
     "gelu_tanh": "geglu_tanh",
+    "swigluoai": "swigluoai",
     "swigluoai_uninterleave": "swigluoai",
     "silu_no_mul": "silu",
     "gelu_no_mul": "gelu",
@@ -65,8 +64,8 @@ ACTIVATIONS = {
 }
 """vLLM's name of an activation -> that of moeos."""
 
-INTERLEAVED = ACTIVATIONS | {"swigluoai": "swigluoai"}
-"""The same where a checkpoint's rows of gate and up lie in turn: they are put in order."""
+INTERLEAVED = "swigluoai"
+"""vLLM's activation whose weights have gate 0, up 0, gate 1, up 1, and so on: those of gpt-oss."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +108,9 @@ class MoeosExperts(mk.FusedMoEExpertsModular):
 
     weight_format: WeightFormat | None = None
     """Of the layer's weights; who makes these sets it."""
+
+    options: Options
+    """Likewise."""
 
     _made: shared.OfProcess
 
@@ -159,7 +161,7 @@ class MoeosExperts(mk.FusedMoEExpertsModular):
     def process_weights_after_loading(self, layer: Any) -> None:
         """Makes the world, with the first layer, and the experts. Collective over the group."""
         require_placement(layer, self.weight_format)
-        options = Options.current()
+        options = self.options
         backend = options.backend or ("twin" if current_platform.is_cpu() else "cuda")
         sizes = self.moe_config.moe_parallel_config
         parallel = parallel_of(sizes)
@@ -227,14 +229,13 @@ class OnMoeos(FusedMoEMethodBase):
     moe_kernel: mk.FusedMoEKernel | None
     experts_cls: type[mk.FusedMoEExperts] | None
     weight_format: WeightFormat | None = None
-    interleaved = False
-    """Whether a checkpoint has rows of gate and up in turn."""
     supports_pre_processed_weights = True
 
     def start(self, moe: FusedMoEConfig) -> None:
         """In place of vLLM's `__init__`, which looks for a kernel among vLLM's own."""
-        refuse_unsupported(moe, INTERLEAVED if self.interleaved else ACTIVATIONS)
+        refuse_unsupported(moe, self.weight_format)
         FusedMoEMethodBase.__init__(self, moe)
+        self.options = Options.current()
         self.experts_cls = MoeosExperts
 
     @property
@@ -251,22 +252,29 @@ class OnMoeos(FusedMoEMethodBase):
         return hidden_size, intermediate_size_per_partition
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Makes the kernel, once: a call takes the layer's weights, whenever they were loaded."""
-        if self.interleaved and not is_weights_pre_processed():
-            for name in ("w13_weight", "w13_weight_scale", "w13_bias"):
-                rows = getattr(layer, name, None)
-                if rows is not None:
-                    rows.data.copy_(shared.gate_then_up(rows.data, 1))
+        """Makes the kernel, once. No weight is read: a call takes the layer's, as they are then."""
+        if self.moe_kernel is not None:
+            return
         quant: FusedMoEQuantConfig | None = self.get_fused_moe_quant_config(layer)
         assert quant is not None
-        self.moe_quant_config = quant
-        if self.moe_kernel is not None:
-            self.moe_kernel.fused_experts.quant_config = quant
-            return
         experts = MoeosExperts(self.moe, quant)
-        experts.weight_format = self.weight_format
+        experts.weight_format, experts.options = self.weight_format, self.options
         experts.process_weights_after_loading(layer)
+        self.moe_quant_config = quant
         self.moe_kernel = mk.FusedMoEKernel(PassThroughPrepareAndFinalize(), experts)
+
+    def apply(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's own, by the scales and biases that the layer has now, whoever has replaced them.
+
+        Raises `RuntimeError` before `process_weights_after_loading`.
+        """
+        if self.moe_kernel is None:
+            raise RuntimeError(
+                f"{WHERE}: {layer.layer_name} has no kernel, which process_weights_after_loading "
+                "of its quant_method makes: call that on all ranks before the first call"
+            )
+        self.moe_kernel.fused_experts.quant_config = self.get_fused_moe_quant_config(layer)
+        return super().apply(layer, *args, **kwargs)
 
 
 class MoeosMethod(OnMoeos, UnquantizedFusedMoEMethod):
@@ -292,18 +300,20 @@ def config_of(
 ) -> MoEConfig:
     """The config of a layer's whole experts; `ValueError` for what moeos does not compute."""
     sizes = moe.moe_parallel_config
+    activation = moe.activation.value
     try:
         cfg = MoEConfig(
             hidden=moe.hidden_dim,
             intermediate=moe.intermediate_size_per_partition * sizes.tp_size,
             experts=moe.num_experts,
             top_k=moe.experts_per_token,
-            activation=shared.activation_of(WHERE, moe.activation.value, INTERLEAVED),
+            activation=shared.activation_of(WHERE, activation, ACTIVATIONS),
             dtype=moe.in_dtype,
             max_tokens=moe.max_num_tokens,
             swiglu_limit=moe.swiglu_limit,
             bias=moe.has_bias,
             routing="caller",
+            gate_up="interleaved" if activation == INTERLEAVED else "concatenated",
             weight_format=weight_format,
             activation_format=activation_format,
         )
@@ -334,7 +344,7 @@ def require_placement(layer: Any, weight_format: WeightFormat | None) -> None:
         )
 
 
-def refuse_unsupported(moe: FusedMoEConfig, activations: Mapping[str, str]) -> None:
+def refuse_unsupported(moe: FusedMoEConfig, weight_format: WeightFormat | None) -> None:
     """`ValueError` for what a deployment asks of the experts and moeos does not do."""
     parallel = moe.moe_parallel_config
     vllm_config = get_current_vllm_config()
@@ -375,8 +385,14 @@ def refuse_unsupported(moe: FusedMoEConfig, activations: Mapping[str, str]) -> N
         ),
         (swiglu_oai and moe.swiglu_alpha != 1.702, "swiglu_alpha", moe.swiglu_alpha, "1.702 does"),
         (swiglu_oai and moe.swiglu_beta != 1.0, "swiglu_beta", moe.swiglu_beta, "1.0 does"),
+        (
+            moe.activation.value == INTERLEAVED and weight_format not in (None, "mxfp4"),
+            f"weight_format with activation {INTERLEAVED!r}",
+            weight_format,
+            "gpt-oss in MXFP4 or bfloat16 does",
+        ),
     ]
     for refused, field, value, works in cases:
         if refused:
             raise shared.refusal(WHERE, field, value, works)
-    shared.activation_of(WHERE, moe.activation.value, activations)
+    shared.activation_of(WHERE, moe.activation.value, ACTIVATIONS)

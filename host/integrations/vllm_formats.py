@@ -94,13 +94,13 @@ class MoeosFp8Method(OnMoeos, Fp8MoEMethod):
     """Weights as vLLM's FP8 method has them before it makes them some kernel's."""
 
     def __init__(self, quant_config: Fp8Config, layer: RoutedExperts) -> None:
-        self.start(layer.moe_config)
         self.quant_config = quant_config
         self.weight_block_size = self.moe_block_shape = quant_config.weight_block_size
         self.weight_scale_refine = None
         self.block_quant = self.weight_block_size is not None
         self.weight_scale_name = "weight_scale_inv" if self.block_quant else "weight_scale"
         self.weight_format: WeightFormat = "fp8_block128" if self.block_quant else "fp8_tensor"
+        self.start(layer.moe_config)
 
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig:
         w1_scale, w2_scale = (
@@ -124,10 +124,9 @@ class MoeosMxfp4Config(GptOssMxfp4Config):
 
 
 class MoeosMxfp4Method(OnMoeos, GptOssMxfp4MoEMethod):
-    """Weights as vLLM's method has them, but rows of gate before those of up."""
+    """Weights as vLLM's method has them before it makes them some kernel's."""
 
     weight_format: WeightFormat = "mxfp4"
-    interleaved = True
 
     def __init__(self, moe: FusedMoEConfig) -> None:
         self.start(moe)

@@ -57,7 +57,6 @@ class Server:
 
     def layer(self, tensors: Tensors, **changes: Any) -> Any:
         from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
-        from sglang.srt.runtime_context import get_parallel
 
         cfg = tensors.cfg
         kind = {"swiglu": ("silu", True)}.get(cfg.activation, (cfg.activation, False))
@@ -71,17 +70,7 @@ class Server:
             params_dtype=cfg.dtype,
             **(values | changes),
         )
-        first = get_parallel().moe_ep_rank * layer.num_local_experts
-        mine = slice(first, first + layer.num_local_experts)
-        parts = {"w13_weight": tensors.w1, "w2_weight": tensors.w2}
-        for name, (codes, scale) in tensors.codes.items():
-            theirs = {"w1": "w13", "w2": "w2"}[name]
-            end = "weight_scale_inv" if hasattr(layer, "w13_weight_scale_inv") else "weight_scale"
-            parts |= {f"{theirs}_weight": codes, f"{theirs}_{end}": scale}
-        for name, part in parts.items():
-            parameter = getattr(layer, name)
-            own = slice_of(cfg, name, part, get_parallel().moe_tp_rank, get_parallel().moe_tp_size)
-            parameter.data.copy_(own[mine].view(parameter.shape))
+        load(layer, tensors)
         layer.quant_method.process_weights_after_loading(layer)
         return layer
 
@@ -91,6 +80,24 @@ class Server:
 
         y: Tensor = layer.forward_impl(x, StandardTopKOutput(weights, ids, torch.empty(0)))
         return self.group.all_reduce(y) if self.ranks > 1 else y
+
+
+def load(layer: Any, tensors: Tensors) -> None:
+    """What SGLang's loaders do with a checkpoint."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    first = parallel.moe_ep_rank * layer.num_local_experts
+    mine = slice(first, first + layer.num_local_experts)
+    parts = {"w13_weight": tensors.w1, "w2_weight": tensors.w2}
+    for name, (codes, scale) in tensors.codes.items():
+        theirs = {"w1": "w13", "w2": "w2"}[name]
+        end = "weight_scale_inv" if hasattr(layer, "w13_weight_scale_inv") else "weight_scale"
+        parts |= {f"{theirs}_weight": codes, f"{theirs}_{end}": scale}
+    for name, part in parts.items():
+        parameter = getattr(layer, name)
+        own = slice_of(tensors.cfg, name, part, parallel.moe_tp_rank, parallel.moe_tp_size)
+        parameter.data.copy_(own[mine].view(parameter.shape))
 
 
 def config(**changes: Any) -> MoEConfig:
@@ -275,6 +282,55 @@ def test_experts_in_fp8_are_right_as_they_are_shipped(
         return errors
 
     assert all(error <= 1 for errors in on_ranks(live, ranks) for error in errors)
+
+
+def _again(layer: Any) -> None:
+    """Other parameters in the place of a layer's, and other memory in that of the others'."""
+    for name, one in list(layer.named_parameters()):
+        if name.startswith("w13"):
+            layer.register_parameter(name, torch.nn.Parameter(one.data.clone(), False))
+        else:
+            one.data = one.data.clone()
+
+
+@pytest.mark.parametrize("block", [None, [128, 128], False], ids=["tensor", "block", "numbers"])
+def test_processing_and_calls_leave_parameters_alone_and_read_what_is_written(block: Any) -> None:
+    changes = {} if block is False else {"weight_format": "fp8_block128" if block else "fp8_tensor"}
+
+    def live(rank: int) -> tuple[bool, list[float]]:
+        server = Server(rank)
+        models = [Tensors(config(**changes), seed) for seed in range(3)]
+        method = {} if block is False else {"quant_method": fp8_method(weight_block_size=block)}
+        layer = server.layer(models[0], **method)
+
+        def state() -> list[Any]:
+            return [
+                (
+                    *(key, id(one), type(one), one.dtype, one.shape, one.stride(), one.data_ptr()),
+                    *(sorted(vars(one)), one._version),
+                    bytes(one.detach().view(torch.uint8).flatten().tolist()),
+                )
+                for key, one in layer.named_parameters()
+            ]
+
+        def call(model: Tensors) -> float:
+            x, (ids, weights) = model.draw(5, HIDDEN), model.routing(5)
+            return model.error(server.forward(layer, x, ids, weights), x, ids, weights)
+
+        before = state()
+        errors = [call(models[0])]
+        layer.quant_method.process_weights_after_loading(layer)
+        errors += [call(models[0]), call(models[0])]
+        same = state() == before and not dict(layer.named_buffers())
+        _again(layer)
+        for model in models[1:]:
+            load(layer, model)
+            errors.append(call(model))
+        return same, errors
+
+    [(same, errors)] = on_ranks(live, 1)
+    assert same
+    assert max(errors) <= 1, errors
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

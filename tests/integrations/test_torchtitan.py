@@ -7,16 +7,14 @@ where it is.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from moeos import MoEConfig, reference
@@ -97,6 +95,18 @@ def sharded(experts: Any, mesh: DeviceMesh) -> Any:
     return experts
 
 
+class Around(torch.nn.Module):
+    """What a model has around its routed experts."""
+
+    def __init__(self, experts: torch.nn.Module) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        y: Tensor = self.experts(*inputs)
+        return y
+
+
 def call(experts: Any, x: Tensor, ids: Tensor, scores: Tensor, length: int = 1) -> Tensor:
     """As MoE calls its routed experts: [B, L, D], int64 ids, fp32 scores, rows of each expert."""
     rows = x.shape[0]
@@ -161,47 +171,8 @@ def test_ranks_of_the_expert_parallel_mesh_compute_together(ranks: int) -> None:
     assert all(error <= 1 for errors in on_ranks(live, ranks) for error in errors)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_weights_may_be_loaded_again_and_lie_in_one_place(ranks: int) -> None:
-    def live(rank: int) -> list[float]:
-        first, second = Tensors(config(), 0), Tensors(config(), 1)
-        experts = built(first, {"deadline": 60.0})
-        mesh = None
-        if ranks > 1:
-            mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
-            sharded(experts, mesh)
-        inner = experts.inner_experts
-        errors = []
-        with torch.no_grad():
-            for tensors in (first, second):
-                halves = tensors.w1.split(INTERMEDIATE, dim=1)
-                new = {"w1_EFD": halves[0], "w3_EFD": halves[1], "w2_EDF": tensors.w2}
-                for name, weight in new.items():
-                    if mesh is not None:
-                        weight = distribute_tensor(weight, mesh, [Shard(0)])
-                    getattr(inner, name).copy_(weight)
-                x, (ids, scores) = tensors.draw(9, HIDDEN), tensors.routing(9)
-                errors.append(tensors.error(call(experts, x, ids, scores), x, ids, scores))
-            memory = {
-                getattr(w, "_local_tensor", w).untyped_storage().data_ptr()
-                for w in (inner.w1_EFD, inner.w3_EFD)
-            }
-            assert memory == {experts._w13.untyped_storage().data_ptr()}
-            before = dict(inner.state_dict())  # as a checkpoint has them: whole names and shapes
-            assert {name: tuple(w.shape) for name, w in before.items()} == {
-                "w1_EFD": (EXPERTS, INTERMEDIATE, HIDDEN),
-                "w2_EDF": (EXPERTS, HIDDEN, INTERMEDIATE),
-                "w3_EFD": (EXPERTS, INTERMEDIATE, HIDDEN),
-            }
-        return errors
-
-    assert all(error <= 1 for errors in on_ranks(live, ranks) for error in errors)
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_steps_of_an_optimizer_are_those_of_the_reference(ranks: int) -> None:
-    """It holds the parameters from before the first call, which moves their memory."""
-
     def live(rank: int) -> list[float]:
         tensors = Tensors(config())
         experts = built(tensors, {"deadline": 60.0})
@@ -249,6 +220,65 @@ def test_steps_of_an_optimizer_are_those_of_the_reference(ranks: int) -> None:
     assert all(error < 1e-5 for errors in on_ranks(live, ranks) for error in errors)
 
 
+@pytest.mark.parametrize(("replicas", "ranks"), all_but([(2, 2)], [(2, 1), (3, 1), (2, 2)]))
+def test_steps_of_experts_that_fully_shard_cuts_are_those_of_the_reference(
+    replicas: int, ranks: int
+) -> None:
+    """As torchtitan applies it: to what is around the experts, with the gradients' sum. `ranks`:
+    of expert parallelism.
+    """
+
+    def live(rank: int) -> list[float]:
+        tensors = Tensors(config())
+        experts = built(tensors, {"deadline": 60.0})
+        mesh = init_device_mesh("cpu", (replicas, ranks), mesh_dim_names=("dp", "ep"))
+        if ranks > 1:
+            sharded(experts, mesh["ep"])
+        block = Around(experts)
+        fully_shard(block, mesh=mesh["dp"])
+        block.set_gradient_divide_factor(1.0)
+        block.set_force_sum_reduction_for_comms(True)
+        inner = experts.inner_experts
+        shape = inner.w1_EFD.to_local().shape
+        optimizer = torch.optim.AdamW(inner.parameters(), lr=0.1, weight_decay=0.0, fused=True)
+        w1, w2 = (one.double().requires_grad_() for one in (tensors.w1, tensors.w2))
+        its = torch.optim.AdamW([w1, w2], lr=0.1, weight_decay=0.0)
+        gate = torch.zeros(EXPERTS, HIDDEN)
+        errors = []
+        for _ in range(3):
+            every = [
+                (tensors.draw(12, HIDDEN), *tensors.routing(12)) for _ in range(replicas * ranks)
+            ]
+            its.zero_grad()
+            outputs = [
+                reference.moe(x.double(), gate, w1, w2, tensors.cfg, ids, scores.double())
+                for x, ids, scores in every
+            ]
+            torch.stack(outputs).square().sum().backward()
+            optimizer.zero_grad()
+            y = call(block, *every[rank])
+            y.square().sum().backward()
+            errors.append(reference.relative_error(y, outputs[rank].detach()))
+            found = [one.grad.full_tensor() for one in (inner.w1_EFD, inner.w3_EFD, inner.w2_EDF)]
+            expected = [*w1.grad.split(INTERMEDIATE, dim=1), w2.grad]
+            errors += map(reference.relative_error, found, expected)
+            optimizer.step()
+            its.step()
+            assert inner.w1_EFD.to_local().shape == shape  # cut again
+            gate_rows, up_rows = w1.detach().split(INTERMEDIATE, dim=1)
+            for one, whole in (
+                (inner.w1_EFD, gate_rows),
+                (inner.w3_EFD, up_rows),
+                (inner.w2_EDF, w2.detach()),
+            ):
+                errors.append(reference.relative_error(one.full_tensor(), whole))
+        return errors
+
+    found = on_ranks(live, replicas * ranks)
+    print(found[0])
+    assert max(map(max, found)) < 1e-4, found[0]
+
+
 def test_the_norm_of_gradients_is_that_of_all_ranks_experts() -> None:
     """As torchtitan takes it, of DTensors over the expert-parallel mesh: all ranks clip alike."""
     ranks = 2
@@ -289,26 +319,10 @@ def test_weights_that_change_between_a_call_and_its_backward_are_found() -> None
     assert on_ranks(live, 1) == [True]
 
 
-def test_parameters_in_new_memory_are_found() -> None:
-    def live(rank: int) -> float:
-        tensors = Tensors(config())
-        experts = built(Tensors(config(), 3), {})
-        inner = experts.inner_experts
-        x, (ids, scores) = tensors.draw(9, HIDDEN), tensors.routing(9)
-        with torch.no_grad():
-            call(experts, x, ids, scores)
-            halves = tensors.w1.split(INTERMEDIATE, dim=1)
-            inner.w1_EFD.data, inner.w3_EFD.data = halves[0].clone(), halves[1].clone()
-            inner.w2_EDF.data = tensors.w2.clone()
-            return tensors.error(call(experts, x, ids, scores), x, ids, scores)
-
-    assert on_ranks(live, 1)[0] <= 1
-
-
 @pytest.mark.parametrize("mode", [{"fullgraph": True}, {}], ids=["whole", "broken"])
 def test_a_first_call_is_compiled_where_its_graph_may_be_broken(mode: dict[str, Any]) -> None:
     def live(rank: int) -> list[float]:
-        tensors, others = Tensors(config()), Tensors(config(), 3)
+        tensors = Tensors(config())
         experts = built(tensors, {})
         compiled = torch.compile(experts, backend="aot_eager", **mode)
         x, (ids, scores) = tensors.draw(9, HIDDEN), tensors.routing(9)
@@ -321,73 +335,9 @@ def test_a_first_call_is_compiled_where_its_graph_may_be_broken(mode: dict[str, 
                 call(experts, x, ids, scores)
             for _ in range(2):
                 errors.append(tensors.error(call(compiled, x, ids, scores), x, ids, scores))
-            if not mode:  # in new memory
-                halves = others.w1.split(INTERMEDIATE, dim=1)
-                parts = {"w1_EFD": halves[0], "w3_EFD": halves[1], "w2_EDF": others.w2}
-                for name, weight in parts.items():
-                    getattr(experts.inner_experts, name).data = weight.clone()
-                errors.append(others.error(call(compiled, x, ids, scores), x, ids, scores))
         return errors
 
     assert all(error <= 1 for error in on_ranks(live, 1)[0])
-
-
-def test_threads_that_make_a_first_call_together_move_the_weights_once() -> None:
-    def live(rank: int) -> list[float]:
-        tensors = Tensors(config())
-        experts = built(tensors, {})
-        x, (ids, scores) = tensors.draw(9, HIDDEN), tensors.routing(9)
-        both, packed, cat = threading.Barrier(2), [], torch.cat
-
-        def slow_cat(parts: Any, dim: int = 0) -> Tensor:
-            with contextlib.suppress(threading.BrokenBarrierError):
-                both.wait(0.5)  # for as long as the other thread can get here
-            packed.append(cat(parts, dim=dim))
-            return packed[-1]
-
-        def once() -> Tensor:
-            with torch.no_grad():
-                return call(experts, x, ids, scores)
-
-        torch.cat = slow_cat
-        with ThreadPoolExecutor(2) as threads:
-            calls = [threads.submit(once) for _ in range(2)]
-        torch.cat = cat
-        assert len(packed) == 1
-        inner = experts.inner_experts
-        memory = {w.untyped_storage().data_ptr() for w in (inner.w1_EFD, inner.w3_EFD)}
-        assert memory == {packed[0].untyped_storage().data_ptr()}
-        return [tensors.error(each.result(), x, ids, scores) for each in calls]
-
-    assert all(error <= 1 for error in on_ranks(live, 1)[0])
-
-
-def test_a_move_that_is_interrupted_is_made_again() -> None:
-    def live(rank: int) -> float:
-        import moeos.integrations.torchtitan as adapter
-
-        tensors = Tensors(config())
-        experts = built(tensors, {})
-        x, (ids, scores) = tensors.draw(9, HIDDEN), tensors.routing(9)
-        point, compiled = adapter._point, torch.compile(experts, backend="aot_eager")
-
-        def interrupted(module: Any, name: str, memory: Tensor) -> None:
-            if name == "w3_EFD":
-                raise KeyboardInterrupt
-            point(module, name, memory)
-
-        adapter._point = interrupted
-        with torch.no_grad(), pytest.raises(KeyboardInterrupt):
-            call(experts, x, ids, scores)
-        adapter._point = point
-        with torch.no_grad():
-            y = call(compiled, x, ids, scores)
-        inner = experts.inner_experts
-        memory = {w.untyped_storage().data_ptr() for w in (inner.w1_EFD, inner.w3_EFD)}
-        assert memory == {experts._w13.untyped_storage().data_ptr()}
-        return tensors.error(y, x, ids, scores)
-
-    assert on_ranks(live, 1)[0] <= 1
 
 
 def refused(function: Any, ranks: int = 1) -> str:
@@ -452,3 +402,15 @@ def test_weights_cut_within_experts_are_refused() -> None:
             call(experts, tensors.draw(5, HIDDEN), *tensors.routing(5))
 
     assert "placements of w1_EFD is " in refused(live, 2)
+
+
+def test_fully_shard_of_the_parameters_own_module_is_refused() -> None:
+    """Its `forward`, before which it would gather them, is not what computes."""
+
+    def live(rank: int) -> None:
+        tensors = Tensors(config())
+        experts = built(tensors, {})
+        fully_shard(experts.inner_experts, mesh=init_device_mesh("cpu", (1,)))
+        call(experts, tensors.draw(5, HIDDEN), *tensors.routing(5))
+
+    assert "fully_shard of inner_experts is True" in refused(live)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from moeos import MoEConfig
-from moeos.integrations import shared
 from tests.integrations.stand_ins import Tensors, in_fork, on_ranks, slice_of
 from tests.nightly import all_but, in_turn
 
@@ -71,7 +70,7 @@ class Job:
         )
 
     def layer(self, tensors: Tensors, name: str = "layers.0", **changes: Any) -> Any:
-        """A layer's routed experts with their weights, ready for calls."""
+        """A layer's routed experts with their weights, ready for calls unless `ready` is False."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.layers.fused_moe.activation import MoEActivation
         from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
@@ -84,6 +83,7 @@ class Job:
         )
         on_input = changes.pop("apply_router_weight_on_input", False)
         params_dtype = changes.pop("params_dtype", cfg.dtype)
+        ready = changes.pop("ready", True)
         activation = {"swiglu": "silu", "silu": "silu_no_mul"}.get(cfg.activation, cfg.activation)
         moe = FusedMoEConfig(
             num_experts=cfg.experts,
@@ -112,7 +112,8 @@ class Job:
             first = self.parallel.ep_rank * placement.local_num_experts
             mine = slice(first, first + placement.local_num_experts)
             load(layer, tensors, mine, (self.parallel.tp_rank, self.parallel.tp_size))
-            layer.quant_method.process_weights_after_loading(layer)
+            if ready:
+                layer.quant_method.process_weights_after_loading(layer)
         return layer
 
     def forward(self, layer: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -127,7 +128,7 @@ class Job:
 
 
 def load(layer: Any, tensors: Tensors, mine: slice, place: tuple[int, int] = (0, 1)) -> None:
-    """What vLLM's loaders do with a checkpoint; one in MXFP4 has rows of gate and up in turn.
+    """What vLLM's loaders do with a checkpoint: gpt-oss' have gate 0, up 0, gate 1, and so on.
 
     `place`: which slice of how many. The first rank alone has biases of w2 then.
     """
@@ -140,8 +141,8 @@ def load(layer: Any, tensors: Tensors, mine: slice, place: tuple[int, int] = (0,
         parts |= {f"{theirs}_weight": codes, f"{theirs}_{end}": scale}
     for name, tensor in parts.items():
         tensor = slice_of(tensors.cfg, name, tensor, *place)
-        if tensors.cfg.weight_format == "mxfp4" and name.startswith("w13"):
-            tensor = shared.interleaved(tensor, 1)
+        if layer.activation.value == "swigluoai" and name.startswith("w13"):
+            tensor = tensor.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
         parameter = getattr(layer, name)
         parameter.data.copy_(tensor[mine].view(parameter.shape))
 
@@ -280,6 +281,7 @@ def test_slices_of_ranks_of_which_some_have_equal_tokens_have_the_whole_result()
         {"activation": "silu"},
         {"activation": "gelu_tanh"},
         {"swiglu_limit": 0.5},
+        {"activation": "swigluoai", "bias": True, "dtype": torch.bfloat16},
         {"top_k": 8},
     ],
     ids=str,
@@ -351,7 +353,11 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"enable_dbo": True}, {}, "enable_dbo is True"),
     ({}, {"is_lora_enabled": True}, "enable_lora is True.*merge"),
     ({}, {"skip_final_all_reduce": True}, "reduce_results is False"),
-    ({}, {"activation": "swigluoai"}, "activation is 'swigluoai'.*'silu'"),
+    (
+        {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
+        {"activation": "swigluoai"},
+        "weight_format with activation 'swigluoai' is 'fp8_tensor'.*gpt-oss in MXFP4",
+    ),
     ({}, {"activation": "situ"}, "activation is 'situ'"),
     ({}, {"swiglu_alpha": 1.5}, "swiglu_alpha is 1.5"),
     ({}, {"swiglu_beta": 1.0}, "swiglu_beta is 1.0"),
@@ -457,6 +463,100 @@ def test_experts_of_a_quantised_checkpoint_are_right_as_they_are_shipped(
         assert max(errors) <= 1
         assert weight_format == changes["weight_format"]
         assert in_place
+
+
+def _again(layer: Any) -> None:
+    """Other parameters in the place of a layer's, and other memory in that of the others'."""
+    for name, one in list(layer.named_parameters()):
+        if name.startswith("w13"):
+            layer.register_parameter(name, torch.nn.Parameter(one.data.clone(), False))
+        else:
+            one.data = one.data.clone()
+
+
+ORDERS: dict[str, list[str]] = {
+    "processed twice": ["load", "process", "process", "call", "process", "call"],
+    "loaded again and not processed": ["load", "process", "call", "load", "call"],
+    "processed before they are loaded": ["process", "load", "call"],
+    "loaded again and processed twice": ["load", "process", "load", "process", "process", "call"],
+    "in other parameters": ["load", "process", "call", "again", "load", "call", "load", "call"],
+}
+
+
+@pytest.mark.parametrize("name", [*QUANTISED, "numbers", "gpt-oss in numbers"])
+def test_a_call_is_right_in_every_order_of_loading_and_processing(name: str) -> None:
+    in_numbers = {
+        "numbers": ({}, {}, "silu"),
+        "gpt-oss in numbers": ({}, {"activation": "swigluoai", "bias": True}, "swigluoai"),
+    }
+    checkpoint, changes, activation = (QUANTISED | in_numbers)[name]
+
+    def live(rank: int) -> dict[str, float]:
+        models = [Tensors(config(intermediate=256, **changes), seed) for seed in range(3)]
+        job = Job(rank, quantization_config=checkpoint)
+        worst = {}
+        for order, steps in ORDERS.items():
+            layer = job.layer(models[0], activation=activation, ready=False)
+            kept, errors = iter(models[1:] * 2), []
+            for step in steps:
+                if step == "load":
+                    model = next(kept)
+                    load(layer, model, slice(0, EXPERTS))
+                elif step == "process":
+                    layer.quant_method.process_weights_after_loading(layer)
+                elif step == "again":
+                    _again(layer)
+                else:
+                    x, (ids, weights) = model.draw(5, HIDDEN), model.routing(5)
+                    y = job.forward(layer, x, ids, weights)
+                    errors.append(model.error(y, x, ids, weights))
+            worst[order] = max(errors)
+        return worst
+
+    [worst] = on_ranks(live, 1)
+    assert max(worst.values()) <= 1, worst
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_neither_processing_nor_calls_change_a_parameter(name: str) -> None:
+    checkpoint, changes, activation = QUANTISED[name]
+
+    def live(rank: int) -> bool:
+        model = Tensors(config(intermediate=256, **changes))
+        job = Job(rank, quantization_config=checkpoint)
+        layer = job.layer(model, activation=activation, ready=False)
+
+        def state() -> list[Any]:
+            return [
+                (
+                    *(key, id(one), type(one), one.dtype, one.shape, one.stride(), one.data_ptr()),
+                    *(sorted(vars(one)), one._version),
+                    bytes(one.detach().contiguous().view(torch.uint8).flatten().tolist()),
+                )
+                for key, one in layer.named_parameters()
+            ]
+
+        before = state()
+        layer.quant_method.process_weights_after_loading(layer)
+        for _ in range(3):
+            job.forward(layer, model.draw(5, HIDDEN), *model.routing(5))
+        return state() == before and not dict(layer.named_buffers())
+
+    assert on_ranks(live, 1) == [True]
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_a_call_of_weights_that_were_never_processed_is_refused(name: str) -> None:
+    checkpoint, changes, activation = QUANTISED[name]
+
+    def live(rank: int) -> None:
+        model = Tensors(config(intermediate=256, **changes))
+        job = Job(rank, quantization_config=checkpoint)
+        layer = job.layer(model, activation=activation, ready=False)
+        job.forward(layer, model.draw(5, HIDDEN), *model.routing(5))
+
+    with pytest.raises(RuntimeError, match=r"layers\.0 has no kernel.*process_weights_after"):
+        on_ranks(live, 1)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -146,6 +146,15 @@ def distributed_checkpoint(module: nn.Module, new: Mapping[str, Tensor], folder:
 
 
 @way
+def safetensors_file(module: nn.Module, new: Mapping[str, Tensor], folder: Path) -> None:
+    safetensors = __import__("safetensors.torch").torch
+    folder.mkdir(parents=True, exist_ok=True)
+    safetensors.save_file(module.state_dict(), folder / "own")  # as a program does
+    safetensors.save_file(dict(new), folder / "new")
+    module.load_state_dict(safetensors.load_file(folder / "new"))
+
+
+@way
 def accelerate_offload(module: nn.Module, new: Mapping[str, Tensor], folder: Path) -> None:
     accelerate = __import__("accelerate")
     copy(module, new, folder)

@@ -44,7 +44,8 @@ class UnquantizedFusedMoEMethod:
         return None if self.runner is None else self.runner.runner_backend
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        return
+        packed = layer.w13_weight.flip(1)  # SGLang packs weights for some of its kernels
+        layer.w13_weight = nn.Parameter(packed, requires_grad=False)
 
     def apply(self, layer: torch.nn.Module, dispatch_output: Any) -> Any:
         assert self.runner is not None
