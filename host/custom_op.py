@@ -55,7 +55,8 @@ TENSORS = (
 )
 ROUTING = 3
 """Of these, from topk_ids on; what follows is the caller's own."""
-HOW = "*, bool any_ids=False, int pieces=1"
+HOW = "*, int pairs, bool any_ids=False, int pieces=1"
+"""`pairs`: of a token, with experts or their slices, which is for `moeos.flops` alone."""
 library.define(f"forward({TENSORS}, {HOW}) -> Tensor")
 library.define(f"forward_into({TENSORS}, Tensor? x_scale, Tensor(b!) out, {HOW}) -> ()")
 
@@ -85,6 +86,11 @@ def unwatched() -> bool:
         or _is_profiled()
         or forward_ad._current_level >= 0
     )
+
+
+def modes_watch() -> bool:
+    """Whether modes of dispatch look at operators, such as a flop counter, and no compiler."""
+    return not is_compiling() and _dispatch_modes() > 0
 
 
 def is_transformed() -> bool:
@@ -120,6 +126,11 @@ def register(engine: Engine, device: torch.device) -> Tensor:
     _numbered[number] = engine
     _keys[engine] = key
     return key
+
+
+def key_of(engine: Engine) -> Tensor:
+    """What `register` has returned."""
+    return _keys[engine]
 
 
 @functools.cache
@@ -170,6 +181,7 @@ def _run(
     key: Tensor,
     x: Tensor,
     *others: Tensor | None,
+    pairs: int,
     any_ids: bool = False,
     pieces: int = 1,
 ) -> Tensor:
@@ -186,6 +198,7 @@ def _run_into(
     key: Tensor,
     x: Tensor,
     *others: Any,
+    pairs: int,
     any_ids: bool = False,
     pieces: int = 1,
 ) -> None:

@@ -281,6 +281,7 @@ class Experts:
                 trained = gradient_operators.call(
                     *(order, self.key, rows, (ids, weights, tokens), own),
                     slots=cfg.slots,
+                    pairs=self.slicing.routed_pairs(cfg),
                     saved_rows=self.engine.saved_rows.of_call(rows.shape[0], pieces),
                     any_ids=caller.any_ids,
                     pieces=pieces,
@@ -296,7 +297,8 @@ class Experts:
             return self._at_once(caller, x, rows, routing, own, out, pieces)
         custom_op.refuse_functionalize()
         tensors = (order, self.key, rows, ids, weights, tokens, *own)
-        how = {"any_ids": caller.any_ids, "pieces": pieces}
+        pairs = self.slicing.routed_pairs(cfg)
+        how = {"pairs": pairs, "any_ids": caller.any_ids, "pieces": pieces}
         if out is None and x_scale is None:
             y: torch.Tensor = custom_op.forward(*tensors, **how)
             return y if x.dim() == 2 else y.view(x.shape)

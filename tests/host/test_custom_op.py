@@ -194,6 +194,7 @@ def test_the_operator_is_as_its_schema_and_its_fake_say() -> None:
                 *(layer.gate.weight, layer.gate.selection_bias, None, None),
                 *(None,) * 11,
             ),
+            {"pairs": CFG.top_k},
         )
 
     virtual.run(rank_main, ranks=1)
@@ -248,7 +249,7 @@ def test_a_graph_that_outlives_its_layer_says_so() -> None:
     [arguments] = virtual.run(rank_main, ranks=1)
     gc.collect()
     with pytest.raises(RuntimeError, match="the layer of this graph is gone"):
-        custom_op.forward(*arguments)
+        custom_op.forward(*arguments, pairs=CFG.top_k)
 
 
 @pytest.mark.parametrize(
