@@ -40,7 +40,7 @@ def of_forward(named: Mapping[str, Any]) -> int:
     As PyTorch's own formulas it sees shapes alone. So each row of x is a token with `pairs` experts
     of this size, whether its slots are used or not, and experts that cost nothing count as others.
     """
-    own = named | {"gate.weight": named["gate"]}
+    own = {**named, "gate.weight": named["gate"]}
     return 2 * sum(_products(own, named["x"], named["pairs"], named["topk_weights"]).values())
 
 
@@ -52,12 +52,11 @@ def of_backward(named: Mapping[str, Any], names: Sequence[str]) -> int:
     """
     wanted = dict(zip(names, named["wanted"], strict=True))
     own = dict(zip(call_checks.OWN, named["own"], strict=True))
-    return 2 * sum(
-        products * (wanted[name] + any(wanted[one] for one in _FED[name]))
-        for name, products in _products(
-            own, named["x"], named["pairs"], named["dtype_of_weights"]
-        ).items()
-    )
+    products = _products(own, named["x"], named["pairs"], named["dtype_of_weights"])
+    total = 0
+    for name, number in products.items():
+        total += number * (wanted[name] + any(wanted[one] for one in _FED[name]))
+    return 2 * total
 
 
 def _products(
@@ -95,11 +94,12 @@ def _register(module: Any, name: str, names: Sequence[str]) -> None:
     arguments = operator.default._schema.arguments
     defaults = {one.name: one.default_value for one in arguments if one.has_default_value()}
 
-    @module.register_flop_formula(operator, get_raw=True)
     def formula(*given: Any, out_val: object = None, **how: Any) -> int:
         by_place = {one.name: value for one, value in zip(arguments, given, strict=False)}
         named = defaults | by_place | how
         return of_backward(named, names) if name == "backward" else of_forward(named)
+
+    module.register_flop_formula(operator, get_raw=True)(formula)
 
 
 class _Watch(MetaPathFinder):
