@@ -112,6 +112,18 @@ def refuse_functionalize() -> None:
         )
 
 
+def refuse_onnx() -> None:
+    """Raises `RuntimeError` within `torch.onnx.export`, which would say that it does not know an
+    operator.
+    """
+    if torch.onnx.is_in_onnx_export():
+        raise RuntimeError(
+            "MoELayer and Experts cannot be exported to ONNX, in which no operator makes a call of "
+            "several ranks: use torch.export.export, whose program runs in processes that have the "
+            "layer, or export the model with its own experts, which torch.onnx knows"
+        )
+
+
 def _only_a_default_device() -> bool:
     """Whether the only mode of functions is a default device, on which a call makes nothing."""
     modes = torch._C._get_function_stack_at
@@ -239,11 +251,13 @@ def _describe(
     order: Tensor, key: Tensor, x: Tensor, *others: Tensor | None, **how: object
 ) -> Tensor:
     """What tracing needs to know: the output is as x."""
+    refuse_onnx()
     return torch.empty_like(x)
 
 
 def _describe_into(*_: Tensor | None, **how: object) -> None:
     """What tracing needs to know: nothing is returned."""
+    refuse_onnx()
 
 
 def _refuse_vmap(*_: object, **__: object) -> NoReturn:

@@ -232,6 +232,8 @@ class Experts:
             call_checks.check_pieces(pieces)
         rows: torch.Tensor | None = None
         at_once = custom_op.unwatched()
+        if not at_once and custom_op.is_transformed():
+            custom_op.refuse_onnx()
         if weigh:
             self.engine.check_weighs()
         if x_scale is not None:
@@ -271,7 +273,8 @@ class Experts:
                 wrappers.warn_of_averaged(self, own)
             named = dict(zip(call_checks.OWN, own, strict=True))
             main = main_grads.found(named, (rows, weights))
-            if at_once or (main and not is_compiling()):
+            plain = call_checks.PLAIN.issuperset(map(type, (rows, *routing, *own)))
+            if plain and (at_once or (main and not is_compiling())):
                 call_checks.check_memory(rows, routing, own)
                 asked = gradients.How(
                     *(self.engine, cfg, ids, tokens, caller.any_ids, pieces, tuple(main))

@@ -248,6 +248,7 @@ def _describe(
     order: Tensor, key: Tensor, x: Tensor, *others: Tensor | None, **how: Any
 ) -> tuple[Tensor, ...]:
     """What tracing needs to know of a call."""
+    custom_op.refuse_onnx()
     asked = _Asked(**how)
     slots = (x.shape[0], asked.slots)
     w1 = others[custom_op.ROUTING]
