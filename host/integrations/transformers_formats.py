@@ -116,7 +116,8 @@ def _scale(scale: Any, row: Format) -> Tensor:
     else:
         scale = _as(scale, row.scale_dtype)
     # transformers has the scale of a whole matrix as [X, halves, 1].
-    return scale.squeeze(-1) if row.columns is None and scale.dim() == 3 else scale
+    found: Tensor = scale.squeeze(-1) if row.columns is None and scale.dim() == 3 else scale
+    return found
 
 
 def check(module: Any, cfg: MoEConfig, weights: Weights, where: str) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients of weights in every layout on the GPU: they are float64's, each lies as its parameter
-does, and those of parameters have the bits of the plain layout. Where gates and ups are columns in turn,
-the compiler contracts other sums to fused ones, so bits may differ: there the last bit may.
+does, and those of parameters have the bits of the plain layout. Where gates and ups are columns in
+turn, the compiler contracts other sums to fused ones, so the last bit may differ.
 """
 
 from __future__ import annotations
