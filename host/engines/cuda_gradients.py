@@ -8,6 +8,8 @@ It knows bytes and kernels, and nothing of ranks or of the order of launches.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -80,9 +82,8 @@ def with_own_weights(piece: GradientTensors) -> GradientTensors:
     writes them.
     """
     dtype = piece.x.dtype
-    return piece._replace(
-        **{name: _empty_like(getattr(piece, name), dtype) for name in _OF_WEIGHTS}
-    )
+    own: dict[str, Any] = {name: _empty_like(getattr(piece, name), dtype) for name in _OF_WEIGHTS}
+    return piece._replace(**own)
 
 
 def _empty_like(total: Tensor | None, dtype: torch.dtype) -> Tensor | None:

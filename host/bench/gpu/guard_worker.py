@@ -59,7 +59,7 @@ class Caller:
         self._tokens: int = case["tokens"]
         self._backward: bool = case.get("backward", False)
         self._ranks: int = case.get("ranks", 1)
-        saves = {"save": "preactivation"} if self._backward else {}
+        saves: dict[str, Any] = {"save": "preactivation"} if self._backward else {}
         self._cfg = moeos.MoEConfig(**case["layer"], **saves, max_tokens=max(512, self._tokens))
         self._asked: list[int] = [0] * self._ranks  # calls to make, of each rank; 0: none any more
         self._gates = [threading.Semaphore(0) for _ in range(self._ranks)]
