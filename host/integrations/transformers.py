@@ -315,7 +315,8 @@ def _call(
             raise shared.refusal(
                 _where(module), "the first call", "exported", "a call before torch.export does"
             )
-        detached = own._make(one if one is None else one.detach() for one in own)
+        parts = [one if one is None else one.detach() for one in own]
+        detached = transformers_weights.Weights._make(parts)
         _make_ready_in_a_call_before_torch_compile(module, group, key, detached)
     ready: _Ready = getattr(module, _READY)
     experts = ready.experts
