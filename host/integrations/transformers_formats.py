@@ -110,7 +110,8 @@ def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype == dtype else tensor.view(dtype)
 
 
-def _scale(scale: Any, row: Format) -> Tensor:
+def _scale(scale: Tensor | None, row: Format) -> Tensor:
+    assert scale is not None
     if row.scale_dtype == torch.float32 and scale.dtype != torch.float32:
         scale = scale.detach().float()
     else:
