@@ -111,7 +111,7 @@ def test_weights_are_read_where_they_lie(name: str) -> None:
         for rank in range(plain.ranks):
             ours, others_own = outputs[rank][number], others[rank][number]
             if (moved.cfg.gate_up, moved.cfg.transposed) == ("interleaved", True):
-                # Gates and ups are columns in turn: the compiler contracts other sums to fused ones.
+                # Gates and ups are columns in turn: other sums are contracted to fused ones.
                 same = ours.numel() == 0 or relative_error(ours, others_own) <= LAST_BITS
             else:
                 same = torch.equal(ours, others_own)
