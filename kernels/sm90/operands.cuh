@@ -157,8 +157,8 @@ inline void prefetch_scales(const RankArguments& arguments, const Task& task, u3
       return;
     }
     const u32 first = first_column_of(task, part);
-    const u32 rows = minimum(columns_of(task), product.columns - first);
     WeightRow row{task.local_expert * matrices_of(product) + nth, first};
+    const u32 rows = minimum(columns_of(task), product.columns - first);
     if constexpr (kGateUp == GateUp::interleaved) {
       // Both matrices' rows lie side by side: each lane asks for half of these.
       row = {task.local_expert * matrices_of(product), first + nth * rows / 2};

@@ -25,7 +25,7 @@ from tests.gpu.cases import (
     why_not,
 )
 from tests.layers import Call, Weights, config, draw_given_call, draw_weights
-from tests.weight_layouts import LAYOUTS, with_layout
+from tests.weight_layouts import LAYOUTS, assert_same, with_layout
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "runs")
 
@@ -106,5 +106,5 @@ def test_weights_are_read_where_they_lie(name: str) -> None:
     assert_all_match(weights, calls, outputs)
     for number in range(len(TOKENS)):
         for rank in range(plain.ranks):
-            same = torch.equal(outputs[rank][number], others[rank][number])
-            assert same, f"rank {rank}, {TOKENS[number]} tokens"
+            what = f"rank {rank}, {TOKENS[number]} tokens"
+            assert_same(moved.cfg, outputs[rank][number], others[rank][number], what)
