@@ -7,6 +7,7 @@ or where weights come from. What lies in the tensors is not looked at.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -503,9 +504,15 @@ def _require_own(holder: torch.nn.Module, name: str) -> None:
         return
     where = f"layer.{inner}" if inner else "layer"
     if tensor in getattr(module, "parametrizations", ()):
+        passed = ""
+        if name in WEIGHTS:
+            passed = (
+                f", or pass {where}.{tensor} to moeos.Experts, whose gradients reach the adapter"
+            )
         raise TypeError(
-            f"{name} is parametrised, and a call reads parameters alone: keep its value by "
-            f"torch.nn.utils.parametrize.remove_parametrizations({where}, {tensor!r})"
+            f"{name} is parametrised, as by an active adapter of PEFT, and a call reads parameters "
+            "alone: merge the adapter (merge_and_unload() of PEFT), keep its value by torch.nn."
+            f"utils.parametrize.remove_parametrizations({where}, {tensor!r}){passed}"
         )
     for hook in module._forward_pre_hooks.values():
         by = type(hook).__module__
@@ -609,7 +616,7 @@ def check_backward(
     says, or None; `tensors`: all of the call.
     """
     remedy = "call it under torch.no_grad(), or detach x, topk_weights and the parameters"
-    odd = next((type(tensor) for tensor in tensors if type(tensor) not in PLAIN), None)
+    odd = next((type(one) for one in tensors if not (type(one) in PLAIN or is_fake(one))), None)
     if cfg.weight_format is not None:
         why = f" of layers with weight_format {cfg.weight_format!r}"
     elif cfg.activation_format is not None:
@@ -623,6 +630,12 @@ def check_backward(
         raise RuntimeError(
             f"{what} has no backward{why}, and a tensor requires a gradient: {remedy}"
         )
+
+
+def is_fake(tensor: object) -> bool:
+    """Whether it is a FakeTensor; nobody can hold one who has not imported them."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is not None and isinstance(tensor, module.FakeTensor)
 
 
 def tangents_are_taken() -> bool:

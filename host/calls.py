@@ -61,13 +61,17 @@ def _direction_of(number: int) -> int:
     return number // _PIECES % _DIRECTIONS
 
 
-def describe(number: int, names: Mapping[int, str]) -> str:
-    """Words for an identity; `names`: of layers that have one."""
+def describe(number: int, names: Mapping[int, str], of: int = 0) -> str:
+    """Words for an identity; `names`: of layers that have one; `of`: the call whose backward it is,
+    if it is known.
+    """
     layer, pieces = layer_of(number), number % _PIECES
     name = names.get(layer)
     words = f"layer {layer}" + (f" ({name})" if name else "")
     if is_backward(number):
-        of = one_of(number)
-        of_call = "" if of is None else f"call {of} (modulo {_CALLS}) of "
+        last_bits = one_of(number)
+        of_call = "" if last_bits is None else f"call {last_bits} (modulo {_CALLS}) of "
+        if of != 0:
+            of_call = f"call {of} of "
         words = f"the backward of {of_call}{words}"
     return words + (f" in {pieces} pieces" if pieces != 1 else "")

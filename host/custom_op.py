@@ -55,7 +55,8 @@ TENSORS = (
 )
 ROUTING = 3
 """Of these, from topk_ids on; what follows is the caller's own."""
-HOW = "*, bool any_ids=False, int pieces=1"
+HOW = "*, int pairs, bool any_ids=False, int pieces=1"
+"""`pairs`: of a token, with experts or their slices, which is for `moeos.flops` alone."""
 library.define(f"forward({TENSORS}, {HOW}) -> Tensor")
 library.define(f"forward_into({TENSORS}, Tensor? x_scale, Tensor(b!) out, {HOW}) -> ()")
 
@@ -87,6 +88,11 @@ def unwatched() -> bool:
     )
 
 
+def modes_watch() -> bool:
+    """Whether modes of dispatch look at operators, such as a flop counter, and no compiler."""
+    return not is_compiling() and _dispatch_modes() > 0
+
+
 def is_transformed() -> bool:
     """Whether torch.func transforms what is called, or a tracer records it. A compiler cannot ask:
     where it gives up a graph, the code that runs does."""
@@ -106,6 +112,18 @@ def refuse_functionalize() -> None:
         )
 
 
+def refuse_onnx() -> None:
+    """Raises `RuntimeError` within `torch.onnx.export`, which would say that it does not know an
+    operator.
+    """
+    if torch.onnx.is_in_onnx_export():
+        raise RuntimeError(
+            "MoELayer and Experts cannot be exported to ONNX, in which no operator makes a call of "
+            "several ranks: use torch.export.export, whose program runs in processes that have the "
+            "layer, or export the model with its own experts, which torch.onnx knows"
+        )
+
+
 def _only_a_default_device() -> bool:
     """Whether the only mode of functions is a default device, on which a call makes nothing."""
     modes = torch._C._get_function_stack_at
@@ -120,6 +138,11 @@ def register(engine: Engine, device: torch.device) -> Tensor:
     _numbered[number] = engine
     _keys[engine] = key
     return key
+
+
+def key_of(engine: Engine) -> Tensor:
+    """What `register` has returned."""
+    return _keys[engine]
 
 
 @functools.cache
@@ -170,6 +193,7 @@ def _run(
     key: Tensor,
     x: Tensor,
     *others: Tensor | None,
+    pairs: int,
     any_ids: bool = False,
     pieces: int = 1,
 ) -> Tensor:
@@ -186,6 +210,7 @@ def _run_into(
     key: Tensor,
     x: Tensor,
     *others: Any,
+    pairs: int,
     any_ids: bool = False,
     pieces: int = 1,
 ) -> None:
@@ -226,11 +251,13 @@ def _describe(
     order: Tensor, key: Tensor, x: Tensor, *others: Tensor | None, **how: object
 ) -> Tensor:
     """What tracing needs to know: the output is as x."""
+    refuse_onnx()
     return torch.empty_like(x)
 
 
 def _describe_into(*_: Tensor | None, **how: object) -> None:
     """What tracing needs to know: nothing is returned."""
+    refuse_onnx()
 
 
 def _refuse_vmap(*_: object, **__: object) -> NoReturn:

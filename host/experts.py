@@ -236,6 +236,8 @@ class Experts:
             call_checks.check_pieces(pieces)
         rows: torch.Tensor | None = None
         at_once = custom_op.unwatched()
+        if not at_once and custom_op.is_transformed():
+            custom_op.refuse_onnx()
         if weigh:
             self.engine.check_weighs()
         if x_scale is not None:
@@ -275,7 +277,8 @@ class Experts:
                 wrappers.warn_of_averaged(self, own)
             named = dict(zip(call_checks.OWN, own, strict=True))
             main = main_grads.found(named, (rows, weights))
-            if at_once or (main and not is_compiling()):
+            plain = call_checks.PLAIN.issuperset(map(type, (rows, *routing, *own)))
+            if plain and (at_once or (main and not is_compiling())):
                 call_checks.check_memory(rows, routing, own)
                 asked = gradients.How(
                     *(self.engine, cfg, ids, tokens, caller.any_ids, pieces, tuple(main))
@@ -285,6 +288,7 @@ class Experts:
                 trained = gradient_operators.call(
                     *(order, self.key, rows, (ids, weights, tokens), own),
                     slots=cfg.slots,
+                    pairs=self.slicing.routed_pairs(cfg),
                     saved_rows=self.engine.saved_rows.of_call(rows.shape[0], pieces),
                     saved_columns=self.engine.cfg.w1_rows,
                     any_ids=caller.any_ids,
@@ -301,7 +305,8 @@ class Experts:
             return self._at_once(caller, x, rows, routing, own, out, pieces)
         custom_op.refuse_functionalize()
         tensors = (order, self.key, rows, ids, weights, tokens, *own)
-        how = {"any_ids": caller.any_ids, "pieces": pieces}
+        pairs = self.slicing.routed_pairs(cfg)
+        how = {"pairs": pairs, "any_ids": caller.any_ids, "pieces": pieces}
         if out is None and x_scale is None:
             y: torch.Tensor = custom_op.forward(*tensors, **how)
             return y if x.dim() == 2 else y.view(x.shape)

@@ -8,6 +8,7 @@ chooses the exception. It knows nothing of engines or of how the record got here
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from moeos import calls
 from moeos._runtime import Failure, FailureKind
@@ -22,12 +23,14 @@ def exception_of(
     names: Mapping[int, str] | None = None,
     group: Group | None = None,
     tokens_in: Callable[[int], int | None] | None = None,
+    derives: int = 0,
 ) -> Exception:
     """The exception to raise on `rank` for a failure whose kind is not NONE.
 
     `identity`: of the call that raises it (`moeos.calls`), or 0; `names`: of layers that have one;
     `group`: of the world, which tells the ranks' numbers in the job; `tokens_in`: the number of
-    tokens in what ranks with slices compare (`inputs_of` of runtime/slices.hpp).
+    tokens in what ranks with slices compare (`inputs_of` of runtime/slices.hpp); `derives`: the
+    call of which this rank's part in the failed one is the backward, or 0.
 
     `PeerTimeout` for whatever was late or aborted, `NumericalError` for logits that are not finite,
     `ValueError` for other input that cannot be followed, and `RuntimeError` where the protocol
@@ -37,11 +40,17 @@ def exception_of(
     job = () if group is None else group.ranks
     if failure.kind == FailureKind.CALL_DIFFERS:
         return RuntimeError(
-            different_calls(failure.rank, failure.expected, failure.peer, failure.seen, names)
+            different_calls(
+                *(failure.rank, failure.expected, failure.peer, failure.seen, names),
+                {rank: derives},
+            )
             + ". All ranks may call reset() and go on"
             + in_job((failure.rank, failure.peer), job)
         )
-    error = _error_of(failure, rank, _tokens_of_both(failure, tokens_in))
+    back = ""
+    if calls.is_backward(failure.identity):
+        back = calls.describe(failure.identity, names, derives)
+    error = _error_of(failure, rank, _tokens_of_both(failure, tokens_in), back)
     error = type(error)(f"{error}{in_job((failure.rank, failure.peer), job)}")
     of_another = not calls.may_be_of_one_layer(failure.identity, identity)
     if 0 in (failure.identity, identity) or not of_another:
@@ -58,9 +67,16 @@ def may_go_on(kind: int) -> bool:
 
 
 def different_calls(
-    rank: int, identity: int, other: int, its: int, names: Mapping[int, str]
+    rank: int,
+    identity: int,
+    other: int,
+    its: int,
+    names: Mapping[int, str],
+    derive: Mapping[int, int] = MappingProxyType({}),
 ) -> str:
-    """What two ranks have called at the same time, by their calls' identities."""
+    """What two ranks have called at the same time, by their calls' identities. `derive`: by rank,
+    the call whose backward it calls, as far as that is known.
+    """
     what = "numbers of pieces"
     if calls.is_backward(identity) != calls.is_backward(its):
         what = "directions"
@@ -68,9 +84,13 @@ def different_calls(
         what = "calls' backwards"
     if not calls.may_be_of_one_layer(identity, its):
         what = "layers"
+    ours, theirs = (
+        calls.describe(number, names, derive.get(who, 0))
+        for who, number in ((rank, identity), (other, its))
+    )
     return (
-        f"the ranks call different {what}: rank {rank} calls {calls.describe(identity, names)}, "
-        f"and rank {other} at the same time {calls.describe(its, names)}. All ranks must call the "
+        f"the ranks call different {what}: rank {rank} calls {ours}, "
+        f"and rank {other} at the same time {theirs}. All ranks must call the "
         "layers of a workspace in the same order, in as many pieces, and backward as forward; and "
         "derive the calls of a layer in the same order"
     )
@@ -86,10 +106,10 @@ def _tokens_of_both(f: Failure, tokens_in: Callable[[int], int | None] | None) -
     return f": {theirs} tokens on rank {f.peer}, and {ours} on rank {f.rank}"
 
 
-def _error_of(f: Failure, rank: int, tokens: str = "") -> Exception:
+def _error_of(f: Failure, rank: int, tokens: str = "", back: str = "") -> Exception:
     who = f"rank {f.rank}" + ("" if f.rank == rank else f" (said by it to rank {rank})")
     waited = f"{f.waited_ns / 1e9:.1f} s in call {f.epoch}"
-    owed = _owed(f)
+    owed = _owed(f, back)
     if owed is not None:
         return PeerTimeout(
             f"{who} waited {waited} for rank {f.peer}, which owes {owed}. "
@@ -176,13 +196,18 @@ _OS_ACTORS = {
 """As an inquiry goes round (`runtime/os.hpp`); of several returns subscribers all are 4."""
 
 
-def _owed(f: Failure) -> str | None:
-    """What the late peer has not delivered; None if the failure is not a late peer."""
-    if f.kind == FailureKind.COUNTS_LATE:
-        return (
-            f"its row count for local expert {f.expert}: it has not made call {f.epoch}, or not "
-            "finished routing"
+def _owed(f: Failure, back: str) -> str | None:
+    """What the late peer has not delivered; None if the failure is not a late peer. `back`: words
+    for the call where it is a backward.
+    """
+    missing = f"it has not made call {f.epoch}"
+    if back:
+        missing += (
+            f", {back} (if its loss leaves that call's output out, add 0 * output.sum() to it)"
         )
+    if f.kind == FailureKind.COUNTS_LATE:
+        late = "counted its rows" if back else "finished routing"
+        return f"its row count for local expert {f.expert}: {missing}, or not {late}"
     if f.kind == FailureKind.ROWS_LATE:
         return (
             f"rows from chunk {f.chunk} on: it announced {f.expected} rows and at least {f.seen} "
@@ -193,7 +218,7 @@ def _owed(f: Failure) -> str | None:
     if f.kind == FailureKind.SUMS_LATE:
         tokens = f"tokens {f.chunk} to {f.expected - 1}"
         return (
-            f"word of its call: it has not made call {f.epoch}",
+            f"word of its call: {missing}",
             f"its partial sums of {tokens}, for which rank {f.rank} adds them up",
             f"the sums of {tokens}, which it adds up",
         )[f.seen]

@@ -64,7 +64,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         if line.count(b".") > MAX_LINE_DOTS:
             raise ValueError(f"{path}: line {number} has more than {MAX_LINE_DOTS} dots; break it")
     try:
-        values: dict[str, Any] = tomllib.loads(content.decode())
+        values: dict[str, Any] = tomllib.loads(content.decode("utf-8-sig"))
     except RecursionError:
         raise ValueError(f"{path}: not a TOML file: nested too deeply") from None
     except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError, or a number of 5000 digits

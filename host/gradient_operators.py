@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops import effects
 
-from moeos import call_checks, custom_op, gradients
+from moeos import call_checks, custom_op, flops, gradients
 from moeos.dynamo import hidden
 from moeos.gradients import How, Kept
 
-_NAMES = ("x", "topk_weights", *call_checks.WEIGHTS, *call_checks.ROUTER, *call_checks.SHARED)
-"""What `moeos::backward` returns gradients of. Formats have none."""
+_NAMES = gradients.DERIVED
+"""What `moeos::backward` returns gradients of."""
 custom_op.library.define(
     f"record({custom_op.TENSORS}, {custom_op.HOW}, int slots, Tensor?[] main, "
     "SymInt saved_rows=0, int saved_columns=0) -> "
@@ -34,7 +34,7 @@ custom_op.library.define(
 custom_op.library.define(
     "backward(Tensor key, Tensor x, Tensor d_out, Tensor topk_ids, "
     "Tensor topk_weights, Tensor tokens, Tensor saved, Tensor?[] own, Tensor? after, *, "
-    "bool[] wanted, "
+    "bool[] wanted, int pairs, "
     "ScalarType? dtype_of_weights=None, int pieces=1, bool[] unrounded=[]) -> "
     f"({', '.join('Tensor' for _ in _NAMES)}, Tensor before)"
 )
@@ -48,6 +48,7 @@ def call(
     own: Sequence[Tensor | None],
     *,
     slots: int,
+    pairs: int,
     saved_rows: int,
     saved_columns: int,
     any_ids: bool,
@@ -55,12 +56,12 @@ def call(
     main: Sequence[Tensor | None],
 ) -> Tensor:
     """The output of a call of rows x, as an operator. `routing`: topk_ids, topk_weights and tokens;
-    `slots`: of a token; `saved_rows`: of the engine's in this call, and `saved_columns` of each;
-    `main`: of its own tensors what their gradients are added to in the backward, in place of a
-    gradient.
+    `slots` and `pairs`: of a token; `saved_rows`: of the engine's in this call, and `saved_columns`
+    of each; `main`: of its own tensors what their gradients are added to in the backward, in place
+    of a gradient.
     """
-    how = {"slots": slots, "saved_rows": saved_rows, "saved_columns": saved_columns}
-    how |= {"any_ids": any_ids, "pieces": pieces}
+    how = {"slots": slots, "pairs": pairs, "saved_rows": saved_rows, "any_ids": any_ids}
+    how |= {"saved_columns": saved_columns, "pieces": pieces}
     y: Tensor = record(order, key, x, *routing, *own, main=main, **how)[0]
     return y
 
@@ -79,6 +80,7 @@ class _Asked(NamedTuple):
     """
 
     slots: int
+    pairs: int
     main: Sequence[Tensor | None]
     saved_rows: int = 0
     saved_columns: int = 0
@@ -98,7 +100,7 @@ class _Differentiable(torch.autograd.Function):
         _, weights, _, *own = others
         ctx.mark_non_differentiable(*kept)
         ctx.set_materialize_grads(False)
-        ctx.pieces = asked.pieces
+        ctx.pieces, ctx.pairs = asked.pieces, asked.pairs
         # Calls of other graphs may add to it before this one's backward does: no version is looked
         # at. Not among the saved tensors, and marked so for AOTAutograd.
         ctx.main = dict(zip(call_checks.OWN, asked.main, strict=False))
@@ -131,6 +133,7 @@ class _Differentiable(torch.autograd.Function):
                 graph and _last.get(graph),
             ),
             wanted=wanted,
+            pairs=ctx.pairs,
             dtype_of_weights=ctx.dtype_of_weights,
             pieces=ctx.pieces,
             unrounded=[
@@ -204,6 +207,7 @@ def _run_backward(
     after: Tensor | None,
     *,
     wanted: Sequence[bool],
+    pairs: int,
     dtype_of_weights: torch.dtype | None = None,
     pieces: int = 1,
     unrounded: Sequence[bool] = (),
@@ -248,6 +252,7 @@ def _describe(
     order: Tensor, key: Tensor, x: Tensor, *others: Tensor | None, **how: Any
 ) -> tuple[Tensor, ...]:
     """What tracing needs to know of a call."""
+    custom_op.refuse_onnx()
     asked = _Asked(**how)
     slots = (x.shape[0], asked.slots)
     return (
@@ -303,3 +308,4 @@ backward = torch.ops.moeos.backward.default
 the output, the call's own tensors, and what the backward before in this graph has returned last.
 """
 effects._register_effectful_op(backward, effects._EffectType.ORDERED)
+flops.count(_NAMES)

@@ -25,11 +25,16 @@ from moeos import call_checks, custom_op, main_grads, tensor_memory
 from moeos.activations import Curve
 from moeos.config import MoEConfig
 from moeos.dynamo import hidden
-from moeos.engines.base import CallTensors, Engine, GradientTensors
+from moeos.engines.base import CallTensors, Engine, GradientTensors, Recording
 
 X, _WEIGHTS, _OWN = 1, 2, 3
 PLACE = {name: _OWN + number for number, name in enumerate(call_checks.OWN)}
 """Of the inputs of `_Call.forward`: how, x, the caller's weights, and a call's own tensors."""
+
+
+DERIVED = ("x", "topk_weights", *call_checks.WEIGHTS, *call_checks.ROUTER, *call_checks.SHARED)
+"""What a backward has gradients of: the first inputs of `_Call.forward` from X on. Formats have
+none."""
 
 
 class How(NamedTuple):
@@ -161,6 +166,48 @@ def derive(
     return found
 
 
+def _recorded_as_operator(
+    how: How, x: Tensor, weights: Tensor | None, own: Sequence[Any]
+) -> tuple[Tensor, Recording]:
+    """As `record`, where modes of dispatch are to see it."""
+    out, ids, used, count, saved = torch.ops.moeos.record(
+        *(custom_op.order_on(x.device), custom_op.key_of(how.engine), x),
+        *(how.ids, weights, how.tokens, *own),
+        slots=how.cfg.slots,
+        pairs=how.engine.slicing.routed_pairs(how.cfg),
+        main=[],
+        saved_rows=how.engine.saved_rows.of_call(x.shape[0], how.pieces),
+        saved_columns=how.cfg.w1_rows,
+        any_ids=how.any_ids,
+        pieces=how.pieces,
+    )
+    tokens, of = count.tolist()
+    return out, Recording(ids, used, tokens, saved, of)
+
+
+def _derived_as_operator(
+    how: How, kept: Kept, own: Sequence[Any], wanted: Sequence[bool], main: Mapping[str, Tensor]
+) -> dict[int, Tensor]:
+    """As `derive`, where modes of dispatch are to see it. Nothing is added to what is in `main`."""
+    given = kept.dtype_of_weights is not None  # then the gate has no part in it
+    asked = [
+        one and not (given and name in call_checks.ROUTER)
+        for name, one in zip(DERIVED, wanted[X:], strict=False)
+    ]
+    *derived, _ = torch.ops.moeos.backward(
+        *(custom_op.key_of(how.engine), kept.x, kept.d_out, kept.ids, kept.used),
+        torch.tensor([kept.tokens, kept.of], dtype=torch.int64, device="cpu"),
+        *(kept.saved, own, None),
+        wanted=asked,
+        pairs=how.engine.slicing.routed_pairs(how.cfg),
+        dtype_of_weights=kept.dtype_of_weights,
+        pieces=how.pieces,
+        unrounded=[name in main and main[name].dtype == torch.float32 for name in DERIVED],
+    )
+    places = range(X, X + len(DERIVED))
+    return {place: one for place, one, its in zip(places, derived, asked, strict=True) if its}
+
+
 class _Call(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, how: How, x: Tensor, weights: Tensor | None, *own: Tensor) -> Tensor:
@@ -169,7 +216,8 @@ class _Call(torch.autograd.Function):
         # Autograd counts tensors alone.
         tensors = [n for n, one in enumerate((how, x, weights, *own)) if isinstance(one, Tensor)]
         ctx.edges = {name: tensors.index(PLACE[name]) for name in how.with_main}
-        out, recording = record(how, x, weights, own)
+        recorded = _recorded_as_operator if custom_op.modes_watch() else record
+        out, recording = recorded(how, x, weights, own)
         ctx.how, ctx.tokens, ctx.of = how, recording.tokens, recording.of
         ctx.dtype_of_weights = None if weights is None else weights.dtype
         keep(ctx, recording.topk_ids, recording.topk_weights, recording.saved, x, *own)
@@ -187,7 +235,8 @@ class _Call(torch.autograd.Function):
         ids, used, saved, x, *own = kept_by(ctx)
         d_out = received(d_outs[0])
         kept = Kept(x, d_out, ids, used, ctx.tokens, saved, ctx.dtype_of_weights, ctx.of)
-        found: dict[int, Tensor | None] = {**derive(ctx.how, kept, own, wanted, main)}
+        derived = _derived_as_operator if custom_op.modes_watch() else derive
+        found: dict[int, Tensor | None] = {**derived(ctx.how, kept, own, wanted, main)}
         for name, main_grad in main.items():
             gradient = found.get(PLACE[name])  # the gate has none where the caller routes
             if gradient is not None:

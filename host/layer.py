@@ -306,6 +306,11 @@ class MoELayer(nn.Module):
         world.gate.run(lambda: agreement.require_on_all(world, error, what))
         world.layer_names[self._bound().engine.number] = prefix.rstrip(".")
 
+    def _slow_forward(self, *args: Any, **options: Any) -> Any:
+        # A module's forward amid a trace. torch.onnx passes it all arguments by place.
+        custom_op.refuse_onnx()
+        return super()._slow_forward(*args, **options)  # type: ignore[no-untyped-call]
+
     def forward(
         self,
         x: torch.Tensor,
@@ -1344,9 +1349,10 @@ def _require_gate(gate: nn.Module | None) -> nn.Module:
     if not isinstance(gate, Gate) or type(gate).forward is not Gate.forward:
         raise TypeError(
             f"gate is a {type(gate).__name__}, which would never be run, as the layer computes "
-            "with its own gate's tensors: set layer.gate to what it was, keep your router beside "
-            "the layer, and pass what it chooses as topk_ids and topk_weights (with "
-            "MoEConfig(routing='caller') a call without them raises)"
+            "with its own gate's tensors: set layer.gate to what it was (merge_and_unload() merges "
+            "an adapter of PEFT), keep your router beside the layer, and pass what it chooses as "
+            "topk_ids and topk_weights (with MoEConfig(routing='caller') a call without them "
+            "raises)"
         )
     return gate
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from moeos import calls
 from moeos.config import MoEConfig
 
 _SHARE = (5, 4)  # of even routing
@@ -57,6 +58,12 @@ class SavedRows(NamedTuple):
     def of_call(self, rows: int, pieces: int) -> int:
         """Kept of all sources and pieces."""
         return self.sources * sum(self.of_pieces(rows, pieces))
+
+    def identity_of_backward(self, layer: int, pieces: int, of: int) -> int:
+        """What a rank says of a backward (`moeos.calls`): which call's it is matters where ranks
+        keep rows of each other.
+        """
+        return calls.identity(layer, pieces, backward=True, of=of if self.sources > 1 else 0)
 
 
 def saved_rows(cfg: MoEConfig, sources: int, experts: int) -> SavedRows:

@@ -184,7 +184,14 @@ class Slicing:
 
     def pairs(self, cfg: MoEConfig) -> int:
         """Of a token, at most: one with each slice of an expert, where each is another pair."""
-        return cfg.slots * (self.slices if self.apart else 1)
+        return self._each(cfg.slots)
+
+    def routed_pairs(self, cfg: MoEConfig) -> int:
+        """Of a token that has `top_k` experts."""
+        return self._each(cfg.top_k)
+
+    def _each(self, experts: int) -> int:
+        return experts * (self.slices if self.apart else 1)
 
     def sizes(self, cfg: MoEConfig, holders: int) -> dict[str, int]:
         """Fields of runtime/geometry.def that differ from those of whole experts. `holders`: ranks

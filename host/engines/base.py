@@ -110,15 +110,14 @@ class GradientTensors(NamedTuple):
 class Recording(NamedTuple):
     """What backward needs of a forward call: its ids int32 [rows, k], their weights fp32, its
     number of tokens, and what its first product made: saved [`Engine.saved_rows`, 2I or I] in the
-    layer's dtype. `of`: where ranks keep rows of each other, the call's number, which is the same
-    on all of them; else 0.
+    layer's dtype. `of`: the call's number, which is the same on all ranks.
     """
 
     topk_ids: torch.Tensor
     topk_weights: torch.Tensor
     tokens: int
     saved: torch.Tensor
-    of: int = 0
+    of: int
 
 
 _OF_THE_GATE = {

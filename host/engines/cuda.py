@@ -370,7 +370,7 @@ class CudaEngine:
                 )
                 self._note_more()
         ids, weights = (torch.cat(parts) for parts in zip(*found, strict=True))
-        return Recording(ids, weights, tokens, saved, self._shared.begun if rule.sources > 1 else 0)
+        return Recording(ids, weights, tokens, saved, self._shared.begun)
 
     def _backward(self, tensors: GradientTensors) -> None:
         made = self._holdings.gradients
@@ -385,7 +385,7 @@ class CudaEngine:
         shares = saved_tensors.shares_to_load(
             self._saved_rows, self._shape.cfg.w1_rows, tensors, self._world.rank
         )
-        identity = calls.identity(self._number, tensors.pieces, backward=True, of=tensors.of)
+        identity = self._saved_rows.identity_of_backward(self._number, tensors.pieces, tensors.of)
         adds = tensors.pieces > 1
         with torch.cuda.device(self._device):
             tensors.d_topk_weights.zero_()
@@ -413,6 +413,7 @@ class CudaEngine:
         if piece.b2 is not None and not self._adds_bias:
             piece = piece._replace(b2=self._zeros_like_b2(piece.b2))
         made.arguments.pack(piece, share, sent, identity)
+        self._shared.note_backward(piece.of)
         self._start(made, identity)
         if cuda_gradients.wants_weights(piece):
             made.make_weights(torch._C._cuda_getCurrentRawStream(self._device.index))
@@ -516,7 +517,7 @@ class CudaEngine:
     def _exception_of(self, failure: _runtime.Failure, identity: int) -> Exception:
         world = self._world
         told = world.rank, identity, world.layer_names, world.group
-        return exception_of(failure, *told, _tokens_in)
+        return exception_of(failure, *told, _tokens_in, self._shared.derived_in(failure.epoch))
 
     def _compiled(self, shape: KernelShape, what: str) -> Kernel:
         """The kernel of a shape. Every rank asks for it: those of a host wait for one compiler, and

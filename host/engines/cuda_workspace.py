@@ -47,6 +47,10 @@ class CudaShape:
     kernels: dict[bytes, LoadedKernel] = dataclasses.field(default_factory=dict)
 
 
+_KNOWN_BACKWARDS = 4096
+"""More than a stream takes before the host sees that one of them has failed."""
+
+
 @dataclasses.dataclass
 class _Generation:
     """Buffers of one size. The epochs in them are their own: calls that use other buffers do not
@@ -55,6 +59,8 @@ class _Generation:
     Attributes:
         tables: of each shape.
         captured: whether a call that uses them is part of a graph, which may be replayed.
+        since: `CudaWorkspace.begun` when they were made.
+        backwards: by epoch, the call whose backward a call is: of the last that have begun.
     """
 
     plan: SharedHeap
@@ -64,6 +70,8 @@ class _Generation:
     between: Tensor
     peers: Tensor
     captured: bool = False
+    since: int = 0
+    backwards: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def memory(self) -> dict[str, int]:
         """See `Holdings.memory`."""
@@ -172,6 +180,21 @@ class CudaWorkspace:
         """The layer is gone."""
         self._layers.pop(key, None)
 
+    def note_backward(self, of: int) -> None:
+        """The call that begins next is the backward of call `of`."""
+        now = self._now
+        assert now is not None  # its layer has been admitted
+        now.backwards[self.begun + 1 - now.since] = of
+        if len(now.backwards) > _KNOWN_BACKWARDS:
+            del now.backwards[next(iter(now.backwards))]
+
+    def derived_in(self, epoch: int) -> int:
+        """The call whose backward the call of an epoch is; 0 if nobody knows, as where graphs make
+        calls.
+        """
+        now = self._now
+        return 0 if now is None or now.captured else now.backwards.get(epoch, 0)
+
     def note_capture(self) -> None:
         """A call has become part of a graph: its buffers stay until the world is closed."""
         assert self._now is not None  # a layer was called
@@ -209,6 +232,8 @@ class CudaWorkspace:
             return
         with torch.cuda.device(self._device):
             for generation in self._generations():
+                generation.since = 0
+                generation.backwards.clear()
                 cuda_records.clear(generation.heap.own, generation.control, self._offsets)
                 for tables in generation.tables:
                     tables.zero_()
@@ -306,6 +331,7 @@ class CudaWorkspace:
                 # Zeros, as the second product reads rows that no tile of this call has written.
                 between=self._zeros(between),
                 peers=torch.tensor(self._table(heap), device=self._device),
+                since=self.begun,
             )
 
         try:

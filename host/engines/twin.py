@@ -296,7 +296,7 @@ class TwinEngine:
             self._call(piece, its, shares[number])
         rank = self._shape.rank
         assert rank is not None  # only the end of the workspace ends it
-        return Recording(ids, weights, tokens, saved, rank.epoch if rule.sources > 1 else 0)
+        return Recording(ids, weights, tokens, saved, rank.epoch - 1)  # which is that of the next
 
     def _backward(self, tensors: GradientTensors) -> None:
         cfg, shape = self._cfg, self._gradients
@@ -308,7 +308,7 @@ class TwinEngine:
         shares = saved_tensors.shares_to_load(
             self._saved_rows, cfg.w1_rows, tensors, self._world.rank
         )
-        identity = calls.identity(self._number, tensors.pieces, backward=True, of=tensors.of)
+        identity = self._saved_rows.identity_of_backward(self._number, tensors.pieces, tensors.of)
         for number, piece in enumerate(gradient_pieces_of(tensors, cfg.max_tokens)):
             capacity = cfg.capacity(piece.tokens)
             self._shared.go_on_alone()
@@ -348,16 +348,16 @@ class TwinEngine:
                 d_x_added=_address(piece.d_x_added),
                 d_shared=_address(piece.d_shared),
             )
-            self._require_well(failure, identity)
+            self._require_well(failure, identity, tensors.of)
         tensors.d_x[tensors.tokens :].zero_()
         tensors.d_topk_weights[tensors.tokens :].zero_()
 
-    def _require_well(self, failure: _runtime.Failure, identity: int) -> None:
-        """Raises what went wrong in a call, if something did."""
+    def _require_well(self, failure: _runtime.Failure, identity: int, derives: int = 0) -> None:
+        """Raises what went wrong in a call, if something did. `derives`: as of `exception_of`."""
         if failure.kind != 0:
             world = self._world
             told = world.rank, identity, world.layer_names, world.group
-            raise exception_of(failure, *told, lambda word: word % self._tokens_apart)
+            raise exception_of(failure, *told, lambda word: word % self._tokens_apart, derives)
 
     def _inputs(
         self, tokens: int, *of_all: torch.Tensor | None, **of_tokens: torch.Tensor | None

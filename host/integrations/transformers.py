@@ -82,7 +82,9 @@ _OF_SLICES = "moe_tp_experts"
 """What plans of tensor parallelism call how experts of which ranks hold slices compute."""
 
 _READY = "_moeos_ready"
-"""The attribute of a module in which its `_Ready` lies."""
+"""The attribute of a module in which its `_Ready` lies, and all that moeos sets. No dictionary by
+module could have it: Dynamo does not guard keys of a `WeakKeyDictionary` (torch 2.13), so that a
+graph computes every module as the first one; and with keys of `id` each layer needs a graph."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,11 +198,25 @@ def _group_of(mesh: Any) -> Any:
 
 
 def _require_slices(module: Any, mesh: Any) -> None:
-    """`ValueError` for slices of quantized experts, whose scales transformers leaves whole."""
+    """`ValueError` for slices of quantized experts, whose scales transformers leaves whole, and for
+    packed ones of gates and ups in turn: halves of these are no gates and ups of one slice.
+    """
+    works = "ep_size = tp_size does, with ep_implementation='moeos'"
     if transformers_weights.scale_names_of(module):
-        works = "ep_size = tp_size does, with ep_implementation='moeos'"
         what = "tp_size for quantized experts"
         raise shared.refusal(_where(module), what, mesh.size(), works)
+    if not module.has_gate or module.is_concatenated:
+        return
+    for name, weight in module.named_parameters(recurse=False):
+        packed = [part for part in getattr(weight, "placements", ()) if _is_packed(part)]
+        if packed:
+            works = f"a tp_plan of 'rowwise', or where rows are outputs 'colwise', does; or {works}"
+            raise shared.refusal(_where(module), f"placements of {name}", packed, works)
+
+
+def _is_packed(placement: Any) -> bool:
+    """Whether a rank has a part of each half of a tensor."""
+    return getattr(placement, "split_factor", 1) > 1
 
 
 class _Part(NamedTuple):
@@ -258,12 +274,13 @@ class _Whole(torch.autograd.Function):
 
 class _Ready:
     """What computes a module's calls, and what it was made for: a key, the module's activation,
-    told by identity, and a process. A pickle has none of it."""
+    told by identity, its numbers and a process. A pickle has none of it."""
 
     def __init__(self, module: Any, key: tuple[Any, ...], experts: Experts) -> None:
         self.key = key
         self.home = Home()
         self.act_fn = getattr(module, "act_fn", None)
+        self.numbers = _numbers_of(module)
         self.experts = experts
 
     def __reduce__(self) -> Any:
@@ -287,7 +304,7 @@ def _call(
     """
     own = transformers_weights.weights_of(module)
     layout = transformers_weights.layout_of(module, own)
-    if layout is None:
+    if layout is None or (layout.transposed and transformers_formats.is_coded(own.w1)):
         strides = [one.stride() for one in own[:2]]
         works = "contiguous ones do: assign a contiguous copy to each parameter's data"
         raise shared.refusal(_where(module), "strides of the experts' matrices", strides, works)
@@ -298,7 +315,8 @@ def _call(
             raise shared.refusal(
                 _where(module), "the first call", "exported", "a call before torch.export does"
             )
-        detached = own._make(one if one is None else one.detach() for one in own)
+        parts = [one if one is None else one.detach() for one in own]
+        detached = transformers_weights.Weights._make(parts)
         _make_ready_in_a_call_before_torch_compile(module, group, key, detached)
     ready: _Ready = getattr(module, _READY)
     experts = ready.experts
@@ -350,8 +368,7 @@ def _is_ready(module: Any, key: tuple[Any, ...]) -> bool:
     ready = getattr(module, _READY, None)
     if ready is None or ready.key != key or ready.act_fn is not getattr(module, "act_fn", None):
         return False
-    here: bool = ready.home.here
-    return here
+    return bool(ready.numbers == _numbers_of(module) and ready.home.here)
 
 
 def _made(
@@ -442,10 +459,7 @@ def _refuse(module: Any) -> dict[str, Any]:
             raise shared.refusal(
                 _where(module), f"placements of {name}", cut, "whole experts do: ep_size"
             )
-    limits, alphas = (
-        [getattr(module, name) for name in names if _is_number(module, name)]
-        for names in (("limit", "swiglu_limit"), ("alpha", "swiglu_alpha"))
-    )
+    limits, alphas = _numbers_of(module)
     try:
         return formula_of.fields_of(
             lambda rows: _between(module, rows), module.has_gate, limits, alphas
@@ -471,6 +485,14 @@ def _between(module: Any, rows: Tensor) -> Tensor:
 
 def _cuts_experts(placement: Any) -> bool:
     return isinstance(placement, Shard) and placement.dim != 0
+
+
+def _numbers_of(module: Any) -> tuple[tuple[float, ...], ...]:
+    """What a module has as its clamp, and as its slope."""
+    return tuple(
+        tuple(getattr(module, name) for name in names if _is_number(module, name))
+        for names in (("limit", "swiglu_limit"), ("alpha", "swiglu_alpha"))
+    )
 
 
 def _is_number(module: Any, name: str) -> bool:

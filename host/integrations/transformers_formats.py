@@ -110,13 +110,15 @@ def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype == dtype else tensor.view(dtype)
 
 
-def _scale(scale: Any, row: Format) -> Tensor:
+def _scale(scale: Tensor | None, row: Format) -> Tensor:
+    assert scale is not None
     if row.scale_dtype == torch.float32 and scale.dtype != torch.float32:
         scale = scale.detach().float()
     else:
         scale = _as(scale, row.scale_dtype)
     # transformers has the scale of a whole matrix as [X, halves, 1].
-    return scale.squeeze(-1) if row.columns is None and scale.dim() == 3 else scale
+    found: Tensor = scale.squeeze(-1) if row.columns is None and scale.dim() == 3 else scale
+    return found
 
 
 def check(module: Any, cfg: MoEConfig, weights: Weights, where: str) -> None:

@@ -255,26 +255,31 @@ class OnMoeos(FusedMoEMethodBase):
         """Makes the kernel, once. No weight is read: a call takes the layer's, as they are then."""
         if self.moe_kernel is not None:
             return
-        quant: FusedMoEQuantConfig | None = self.get_fused_moe_quant_config(layer)
-        assert quant is not None
+        quant = self._quant_config_of(layer)
         experts = MoeosExperts(self.moe, quant)
         experts.weight_format, experts.options = self.weight_format, self.options
         experts.process_weights_after_loading(layer)
         self.moe_quant_config = quant
         self.moe_kernel = mk.FusedMoEKernel(PassThroughPrepareAndFinalize(), experts)
 
-    def apply(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's own, by the scales and biases that the layer has now, whoever has replaced them.
 
         Raises `RuntimeError` before `process_weights_after_loading`.
         """
+        layer = kwargs["layer"]  # vLLM passes all by name
         if self.moe_kernel is None:
             raise RuntimeError(
                 f"{WHERE}: {layer.layer_name} has no kernel, which process_weights_after_loading "
                 "of its quant_method makes: call that on all ranks before the first call"
             )
-        self.moe_kernel.fused_experts.quant_config = self.get_fused_moe_quant_config(layer)
-        return super().apply(layer, *args, **kwargs)
+        self.moe_kernel.fused_experts.quant_config = self._quant_config_of(layer)
+        return super().apply(*args, **kwargs)
+
+    def _quant_config_of(self, layer: Any) -> FusedMoEQuantConfig:
+        quant: FusedMoEQuantConfig | None = self.get_fused_moe_quant_config(layer)
+        assert quant is not None
+        return quant
 
 
 class MoeosMethod(OnMoeos, UnquantizedFusedMoEMethod):

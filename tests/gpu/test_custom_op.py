@@ -83,6 +83,7 @@ def test_the_operator_is_as_its_schema_and_its_fake_say() -> None:
         schema = torch.ops.moeos.forward.default._schema
         positional = sum(not argument.kwarg_only for argument in schema.arguments)
         others = (None,) * (positional - len(arguments) - len(parameters))
-        torch.library.opcheck(custom_op.forward, (*arguments, *parameters, *others))
+        given_all = (*arguments, *parameters, *others)
+        torch.library.opcheck(custom_op.forward, given_all, {"pairs": CFG.top_k})
 
     virtual.run(rank_main, ranks=1, backend="cuda", deadline=10.0)

@@ -452,6 +452,8 @@ def test_toml_gives_every_kind_of_field(tmp_path: Path) -> None:
     )
     assert MoEConfig.from_toml(write(tmp_path, text)) == expected
     assert MoEConfig.from_toml(str(write(tmp_path, TOML))) == config()
+    # As editors on Windows write it.
+    assert MoEConfig.from_toml(write(tmp_path, f"\ufeff{TOML}")) == config()
 
 
 def test_toml_run_table_is_left_to_the_command_line(tmp_path: Path) -> None:

@@ -148,6 +148,27 @@ def test_a_larger_layer_moves_all_others_to_larger_buffers_and_frees_the_old_one
     alone(run)
 
 
+def test_a_failure_finds_the_call_whose_backward_has_failed(on_gpu: OnGpu) -> None:
+    def run(world: World, shared: CudaWorkspace) -> None:
+        Layer(SMALL, shared)
+        shared.begun = 6
+        shared.note_backward(4)
+        shared.begun += 1
+        assert (shared.derived_in(6), shared.derived_in(7)) == (0, 4)
+        Layer(LARGE, shared)  # other buffers, whose epochs begin at 1
+        shared.begun += 1
+        shared.note_backward(8)
+        assert [shared.derived_in(epoch) for epoch in (1, 2, 7, 9)] == [0, 8, 0, 0]
+        for of in range(3, 3 + cuda_workspace._KNOWN_BACKWARDS):
+            shared.begun += 1
+            shared.note_backward(of)
+        assert (shared.derived_in(2), shared.derived_in(3)) == (0, 3)
+        shared.note_capture()  # a replay counts on the device alone
+        assert shared.derived_in(3) == 0
+
+    alone(run)
+
+
 def test_buffers_of_a_captured_call_stay_as_they_are_and_are_reset_with_the_others(
     on_gpu: OnGpu,
 ) -> None:

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from moeos import MoELayer, World, custom_op, virtual
+from moeos import Experts, MoELayer, World, custom_op, virtual
 from moeos.engines.base import CallTensors
 from moeos.engines.twin import TwinEngine
 from tests.layers import Call, assert_matches, config, draw_call, draw_given_call, draw_weights
@@ -194,6 +194,7 @@ def test_the_operator_is_as_its_schema_and_its_fake_say() -> None:
                 *(layer.gate.weight, layer.gate.selection_bias, None, None),
                 *(None,) * 11,
             ),
+            {"pairs": CFG.top_k},
         )
 
     virtual.run(rank_main, ranks=1)
@@ -248,7 +249,7 @@ def test_a_graph_that_outlives_its_layer_says_so() -> None:
     [arguments] = virtual.run(rank_main, ranks=1)
     gc.collect()
     with pytest.raises(RuntimeError, match="the layer of this graph is gone"):
-        custom_op.forward(*arguments)
+        custom_op.forward(*arguments, pairs=CFG.top_k)
 
 
 @pytest.mark.parametrize(
@@ -354,6 +355,50 @@ def test_symbolic_trace_and_script_say_what_to_use_in_their_place(concrete: bool
             torch.jit.script(layer)
 
     virtual.run(rank_main, ranks=1)
+
+
+@pytest.mark.parametrize("what", ["a layer", "a model", "a layer that trains", "Experts"])
+@pytest.mark.filterwarnings("ignore:You are using the legacy TorchScript-based ONNX export")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_onnx_is_refused_with_what_works_in_its_place(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rank_main(world: World) -> None:
+        layer = WEIGHTS.layer(world)
+        call = draw_given_call(CFG, 6, 0)
+        module: nn.Module = layer
+        if what == "a layer that trains":
+            layer.requires_grad_()
+        elif what == "a model":
+            module = nn.Sequential(nn.Linear(CFG.hidden, CFG.hidden), layer)
+        elif what == "Experts":
+            module = OwnRouting(Experts(CFG, world), layer, call)
+        refused = pytest.raises(Exception, match=r"cannot be exported to ONNX.*torch\.export\.exp")
+        with refused:
+            torch.onnx.export(module, (call.x,), io.BytesIO(), dynamo=False)
+        exported = torch.export.export(module, (call.x,)).module()  # what works
+        assert torch.equal(exported(call.x), module(call.x))
+        monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+        for strict in (False, True):  # as torch.onnx does it by default
+            with refused:
+                torch.export.export(module, (call.x,), strict=strict)
+
+    virtual.run(rank_main, ranks=1)
+
+
+class OwnRouting(nn.Module):
+    """A module whose experts' weights are its own."""
+
+    def __init__(self, experts: Experts, layer: MoELayer, call: Call) -> None:
+        super().__init__()
+        self.experts = experts
+        self.ids, self.weights = call.ids, call.weights
+        self.w1, self.w2 = layer.w1, layer.w2
+        self.b1, self.b2 = layer.b1, layer.b2
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = (self.w1, self.w2, self.b1, self.b2)
+        return self.experts(x, self.ids, self.weights, *own)
 
 
 def test_a_compiled_checkpoint_saves_what_a_layer_returns_or_lies_around_what_is_compiled() -> None:

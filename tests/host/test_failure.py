@@ -93,6 +93,36 @@ def test_ranks_that_go_forward_and_backward_are_told_so() -> None:
     assert "the backward of layer 4 (mlp). All ranks must" in said
 
 
+@pytest.mark.parametrize(
+    ("derives", "of", "words"),
+    [
+        (5, 0, "the backward of call 5 of layer 4 (mlp)"),
+        (517, 517, "the backward of call 517 of layer 4 (mlp)"),
+        (0, 517, "the backward of call 5 (modulo 256) of layer 4 (mlp)"),
+        (0, 0, "the backward of layer 4 (mlp)"),
+    ],
+)
+@pytest.mark.parametrize("kind", [FailureKind.COUNTS_LATE, FailureKind.SUMS_LATE])
+def test_a_backward_that_a_rank_has_not_made_is_named_with_its_call(
+    kind: FailureKind, derives: int, of: int, words: str
+) -> None:
+    back = calls.identity(4, backward=True, of=of)
+    error = exception_of(
+        failure(kind, peer=5, identity=back), 2, back, {4: "mlp"}, None, None, derives
+    )
+    assert type(error) is PeerTimeout
+    assert f"it has not made call 7, {words} (if its loss leaves that call's output" in str(error)
+    ahead = failure(kind, peer=5, identity=calls.identity(4))
+    assert "backward" not in str(exception_of(ahead, 2, calls.identity(4), {4: "mlp"}))
+
+
+def test_a_rank_that_goes_forward_where_this_one_derives_a_call_is_told_which() -> None:
+    back = calls.identity(4, backward=True)
+    differs = failure(FailureKind.CALL_DIFFERS, peer=5, expected=back, seen=calls.identity(4))
+    said = str(exception_of(differs, 2, back, derives=6))
+    assert "rank 2 calls the backward of call 6 of layer 4, and rank 5 at the same time" in said
+
+
 def test_a_failure_of_another_layers_call_says_whose_it_was() -> None:
     record = failure(FailureKind.LOGITS_NOT_FINITE, identity=calls.identity(4))
     own, other, unknown = (

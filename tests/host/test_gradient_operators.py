@@ -373,7 +373,11 @@ def test_a_backward_on_a_gpu_need_not_wait_for_a_number_of_tokens() -> None:
         w2 = torch.empty(CFG.experts, CFG.hidden, CFG.intermediate, device=device)
         own = (w1, None, w2, *(None,) * (len(call_checks.OWN) - 3))
         y, ids, weights, tokens, saved = gradient_operators.record(
-            *(order, key, x, None, None, None, *own), slots=CFG.slots, main=[], saved_rows=3
+            *(order, key, x, None, None, None, *own),
+            slots=CFG.slots,
+            pairs=CFG.top_k,
+            main=[],
+            saved_rows=3,
         )
     assert {one.device for one in (y, ids, weights, saved)} == {device}
     assert tokens.device == torch.device("cpu")
@@ -395,13 +399,15 @@ def test_the_operators_are_as_their_schemas_and_fakes_say(save: Any) -> None:
         asked = (layer._order, key, given.x, given.ids, given.weights, None, *own)
         rows = layer.experts.engine.saved_rows.of_call(20, 1)
         assert (rows == 0) == (save == "nothing")
+        pairs = {"pairs": CFG.top_k}
         how = {"slots": CFG.slots, "main": [], "saved_rows": rows, "saved_columns": CFG.w1_rows}
+        how |= pairs
         torch.library.opcheck(gradient_operators.record, asked, how, test_utils=checks)
         y, *kept = gradient_operators.record(*asked, **how)
         given_back = (key, given.x, torch.ones_like(y), *kept, own, None)
         of_gate = [False] * 4  # the caller weighs
         wanted = [True] * 6 + [False] + of_gate + [True] * 2 + [False]  # w3 is not there
-        rest = {"wanted": wanted, "dtype_of_weights": torch.float32}
+        rest = {"wanted": wanted, "dtype_of_weights": torch.float32} | pairs
         torch.library.opcheck(gradient_operators.backward, given_back, rest, test_utils=checks)
 
     virtual.run(rank_main, ranks=1)

@@ -162,7 +162,8 @@ def test_an_output_amid_another_argument_is_refused_by_its_name(name: str) -> No
         others = (None,) * 12
         with pytest.raises(ValueError, match=words):
             custom_op.forward_into(
-                layer._order, layer.experts.key, call.x, *arguments, *router, *others, out
+                *(layer._order, layer.experts.key, call.x, *arguments, *router, *others, out),
+                pairs=layer.cfg.top_k,
             )
 
     virtual.run(rank_main, ranks=1)
@@ -498,7 +499,9 @@ def test_the_operator_with_an_output_is_as_its_schema_and_its_fake_say() -> None
         arguments += (layer.gate.weight, layer.gate.selection_bias, None, None)
         arguments += (None,) * 12
         arguments += (torch.empty_like(given.x),)
-        torch.library.opcheck(custom_op.forward_into, arguments, {"any_ids": True, "pieces": 2})
+        torch.library.opcheck(
+            custom_op.forward_into, arguments, {"pairs": 1, "any_ids": True, "pieces": 2}
+        )
 
     virtual.run(rank_main, ranks=1)
 

@@ -482,6 +482,59 @@ def test_a_tensor_that_is_there_but_no_parameter_is_told_so_with_a_remedy(
     virtual.run(rank_main, ranks=1)
 
 
+class LowRank(torch.nn.Module):
+    """An adapter, as PEFT lays it over a parameter [X, R, C] while it is active."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        experts, rows, columns = weight.shape
+        drawn = torch.Generator().manual_seed(0)
+        self.a = torch.nn.Parameter(0.1 * torch.randn(experts, 2, columns, generator=drawn))
+        self.b = torch.nn.Parameter(0.1 * torch.randn(experts, rows, 2, generator=drawn))
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + self.b @ self.a
+
+
+def test_an_active_adapter_is_refused_with_remedies_that_work() -> None:
+    weights = draw_weights(config())
+    call = draw_given_call(weights.cfg, 6, 0)
+
+    def rank_main(world: World) -> None:
+        layer = weights.layer(world)
+        adapter = LowRank(layer.w1)
+        parametrize.register_parametrization(layer, "w1", adapter)
+        with pytest.raises(TypeError, match=r"merge_and_unload\(\).*pass layer\.w1 to moeos\.Exp"):
+            call(layer)
+        experts = Experts(weights.cfg, world)
+        y = experts(call.x, call.ids, call.weights, layer.w1, layer.w2)
+        y.sum().backward()
+
+        # Apart: the same expert by expert, in float64.
+        a, b = (one.detach().double().requires_grad_() for one in (adapter.a, adapter.b))
+        w1 = weights.w1.double() + b @ a
+        x, w2 = call.x.double(), weights.w2.double()
+        wanted = torch.zeros_like(x)
+        assert call.ids is not None
+        assert call.weights is not None
+        for slot in range(weights.cfg.top_k):
+            own = call.ids[:, slot].long()
+            gate, up = torch.einsum("sh,srh->sr", x, w1[own]).chunk(2, dim=1)
+            made = torch.einsum("si,shi->sh", torch.nn.functional.silu(gate) * up, w2[own])
+            wanted = wanted + made * call.weights[:, slot : slot + 1].double()
+        wanted.sum().backward()
+        torch.testing.assert_close(y.detach().double(), wanted.detach(), rtol=1e-4, atol=1e-5)
+        for ours, theirs in ((adapter.a, a), (adapter.b, b)):
+            assert ours.grad is not None
+            assert bool(ours.grad.any())
+            torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-4, atol=1e-5)
+        parametrize.remove_parametrizations(layer, "w1")  # the adapter is merged
+        with torch.no_grad():
+            torch.testing.assert_close(call(layer), y.detach(), rtol=1e-5, atol=1e-6)
+
+    virtual.run(rank_main, ranks=1)
+
+
 @pytest.mark.parametrize("routing", ["layer", "caller"])
 def test_a_gate_that_is_another_module_is_refused_by_its_class(routing: Routing) -> None:
     class Router(torch.nn.Linear):

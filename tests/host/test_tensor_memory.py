@@ -221,6 +221,32 @@ def test_fake_tensors_give_fake_results_whatever_is_fake() -> None:
     assert outcome(rank_main) == [FakeTensor.__name__] * 3
 
 
+def test_fake_tensors_are_trained_with_as_with_a_stock_module() -> None:
+    def rank_main(world: World) -> list[Any]:
+        layer = WEIGHTS.layer(world).requires_grad_()
+        stock = nn.Linear(CFG.hidden, CFG.hidden)
+        found = []
+        for module in (layer, stock):
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                x = torch.empty_like(GIVEN.x).requires_grad_()
+                y = module(x)
+                y.sum().backward()
+            assert all(type(one.grad) is FakeTensor for one in module.parameters())
+            assert all(one.grad.shape == one.shape for one in module.parameters())
+            found.append((type(y).__name__, y.shape, type(x.grad).__name__, x.grad.shape))
+            module.zero_grad()
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            fake = torch.empty_like(GIVEN.x)
+            layer(fake, GIVEN.ids, GIVEN.weights).sum().backward()  # routed by the caller
+        y = layer(fake)  # behind its mode
+        found.append(type(y).__name__)
+        return found
+
+    layer, stock, behind = outcome(rank_main)
+    assert layer == stock
+    assert behind == FakeTensor.__name__
+
+
 # --- layouts ------------------------------------------------------------------------------------
 
 LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {

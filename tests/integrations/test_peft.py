@@ -125,3 +125,23 @@ def test_adapters_that_are_merged_disabled_and_taken_off_answer_as_eager(family:
     for number, (found, right) in enumerate(zip(ours, eager, strict=True)):
         assert reference.relative_error(found, right) <= LIMIT, number
     assert reference.relative_error(eager[0], eager[1]) > 1e-3
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
+def test_a_compiled_model_has_the_gradients_of_eager_from_the_first_step_on(
+    family: str, backend: str
+) -> None:
+    register(max_tokens=64)
+    right = gradients(model(family, "eager"))
+    torch._dynamo.reset()
+    made = model(family, "moeos")
+    compiled = torch.compile(made, backend=backend)
+    for _ in range(2):
+        made.zero_grad()
+        compiled(input_ids=IDS, labels=IDS).loss.backward()
+        for name, one in made.named_parameters():
+            if one.requires_grad:
+                assert one.grad is not None, name
+                assert reference.relative_error(one.grad, right[name]) <= LIMIT, name

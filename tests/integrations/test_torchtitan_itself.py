@@ -18,9 +18,10 @@ def test_the_adapter_s_tests_pass_with_torchtitan_itself() -> None:
     python = environments.with_torchtitan()
     found = environments.run(python, "-c", "import torchtitan.models.common.moe as m; print(m)")
     assert "fakes" not in found
-    tests = Path(__file__).with_name("test_torchtitan.py")
+    here = Path(__file__)
+    tests = [here.with_name(f"test_torchtitan{end}.py") for end in ("", "_writes")]
     ended = subprocess.run(
-        [python, "-m", "pytest", "-q", "-p", "no:xdist", tests],
+        [python, "-m", "pytest", "-q", "-p", "no:xdist", *tests],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -11,6 +11,7 @@ import itertools
 import os
 import pickle
 import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.distributed.expert_parallel import EPImplementationInterface
@@ -341,6 +344,26 @@ def test_an_activation_that_is_replaced_after_a_call_is_the_next_calls() -> None
     assert reference.relative_error(by(module, "moeos", *tokens), expected) <= LIMIT
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("name", "value"), [("limit", 0.5), ("alpha", 1.0)])
+def test_a_clamp_or_slope_that_is_set_after_a_call_is_the_next_calls(
+    name: str, value: float, compiled: bool
+) -> None:
+    module = gpt_oss()
+    tokens = tokens_for(module)
+    before = by(module, "moeos", *tokens)
+    torch._dynamo.reset()
+    called = torch.compile(module, backend="eager") if compiled else module
+    with torch.no_grad():
+        called(*tokens)
+    setattr(module, name, value)
+    expected = by(module, "eager", *tokens)
+    assert reference.relative_error(before, expected) > LIMIT
+    module.config._experts_implementation = "moeos"
+    with torch.no_grad():
+        assert reference.relative_error(called(*tokens), expected) <= LIMIT
+
+
 def test_without_expert_parallelism_the_world_is_this_process_under_a_launcher_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -377,6 +400,25 @@ def test_a_graph_of_a_first_call_is_broken_where_experts_are_prepared(made: Any)
     with torch.no_grad():
         for _ in range(2):
             assert reference.relative_error(compiled(*tokens), expected) <= LIMIT
+
+
+def test_layers_compiled_one_by_one_share_graphs_and_each_computes_by_its_own_record() -> None:
+    """Where a record is found by its module, Dynamo computes all layers with the first's, or makes
+    a graph of each and gives up at the eighth."""
+    modules = [gpt_oss() for _ in range(10)]
+    modules[5].limit = 0.5  # which its record has, and nothing else that a graph reads
+    tokens = tokens_for(modules[0])
+    expected = [by(module, "eager", *tokens) for module in modules]
+    assert reference.relative_error(expected[5], expected[0]) > LIMIT
+    for module in modules:
+        by(module, "moeos", *tokens)
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    with torch.no_grad():
+        for module, right in zip(modules, expected, strict=True):
+            y = torch.compile(module, backend=counter)(*tokens)
+            assert reference.relative_error(y, right) <= LIMIT
+    assert counter.frame_count <= 2
 
 
 def refused_activation() -> Any:
@@ -514,7 +556,8 @@ def on_ranks(
         torch.set_num_threads(1)
         os.environ.update(WORLD_SIZE=str(ranks), RANK=str(rank), LOCAL_RANK=str(rank))
         adapter.register(max_tokens=how.get("max_tokens", MAX_TOKENS), deadline=60.0)
-        config = DistributedConfig(ep_implementation="moeos", **sizes)
+        plan = PLANS.get(name) if sliced else None
+        config = DistributedConfig(ep_implementation="moeos", tp_plan=plan, **sizes)
         alone = {"experts_implementation": "moeos"} if sliced else {}
         model = cls.from_pretrained(folder, distributed_config=config, **alone).eval()
         mine = ids[rank : rank + 1] if distinct else ids
@@ -538,6 +581,17 @@ def on_ranks(
 
 PARALLEL = {"num_attention_heads": 4, "num_key_value_heads": 4}
 """That the ranks' tensor-parallel attention can divide."""
+
+_OF_GPT_OSS = "model.layers.*.mlp.experts"
+PLANS = {
+    "gpt_oss": {
+        f"{_OF_GPT_OSS}.gate_up_proj": "rowwise",
+        f"{_OF_GPT_OSS}.gate_up_proj_bias": "rowwise",
+        f"{_OF_GPT_OSS}.down_proj": "colwise",
+        _OF_GPT_OSS: "moe_tp_experts",
+    }
+}
+"""Plans that cut experts, of families whose own do not."""
 
 
 @pytest.mark.parametrize(
@@ -583,7 +637,7 @@ def test_ranks_that_share_the_experts_answer_as_one_does(
         ("qwen3_moe", 2),
         *(
             pytest.param(name, 2, marks=pytest.mark.nightly)
-            for name in ("mixtral", "olmoe", "glm4_moe", "minimax_m2", "deepseek_v3")
+            for name in ("mixtral", "olmoe", "glm4_moe", "minimax_m2", "deepseek_v3", "gpt_oss")
         ),
         pytest.param("qwen3_moe", 4, marks=pytest.mark.nightly),
     ],
@@ -618,7 +672,7 @@ def test_ranks_that_share_the_experts_have_the_gradients_of_one(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("how", ["equal batches", "batches of their own"])
+@pytest.mark.parametrize("how", ["equal batches", "batches of their own", "slices"])
 def test_ranks_that_share_transposed_interleaved_experts_have_the_gradients_of_one(
     how: str, tmp_path: Path
 ) -> None:
@@ -640,7 +694,8 @@ def check_gradients_of_ranks(name: str, rows: int, how: str, folder: Path) -> No
         torch.set_num_threads(1)
         os.environ.update(WORLD_SIZE=str(ranks), RANK=str(rank), LOCAL_RANK=str(rank))
         adapter.register(max_tokens=MAX_TOKENS, deadline=60.0)
-        config = DistributedConfig(ep_implementation="moeos", **sizes)
+        plan = PLANS.get(name) if how == "slices" else None
+        config = DistributedConfig(ep_implementation="moeos", tp_plan=plan, **sizes)
         alone = {"experts_implementation": "moeos"} if how == "slices" else {}
         made = cls.from_pretrained(folder, distributed_config=config, **alone)
         model = made.requires_grad_(True)
@@ -668,6 +723,18 @@ def test_slices_that_cannot_be_computed_are_refused_by_name_and_remedy(tmp_path:
         ValueError, match=r"Experts: intermediate is 24; 2 ranks .* of 16\..*: ep_size = tp_size"
     ):
         on_ranks("qwen3_moe", tmp_path, 2, False, prompt(4), sliced=True)
+
+
+@pytest.mark.parametrize("cut", ["gate_up_proj", "gate_up_proj_bias"])
+def test_packed_slices_of_gates_and_ups_in_turn_are_refused(cut: str) -> None:
+    """A rank would have the gates and ups of other columns than its rows of the other matrix."""
+    module, mesh = gpt_oss(), types.SimpleNamespace(size=lambda: 2, ndim=1)
+    getattr(module, cut).placements = (_StridedShard(dim=-1, split_factor=2),)
+    adapter.MoeosSlices().install_forward(module, mesh)
+    module.config._experts_implementation = "moeos"
+    match = rf"GptOssExperts: placements of {cut} is .*tp_plan of 'rowwise'.*ep_size = tp_size"
+    with pytest.raises(ValueError, match=match):
+        module(*tokens_for(module))
 
 
 @pytest.mark.parametrize("compiled", [False, True])

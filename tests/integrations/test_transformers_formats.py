@@ -317,6 +317,22 @@ def test_what_is_no_format_of_moeos_is_refused_by_name(
         called(module, *tokens_for(rows=2))
 
 
+@pytest.mark.parametrize("names", [("gate_up_proj", "down_proj"), ("down_proj",)], ids=len)
+def test_codes_whose_memory_lies_along_outputs_are_refused_and_the_remedy_works(
+    names: tuple[str, ...],
+) -> None:
+    module, tokens = fp8_experts(), tokens_for()
+    wanted = called(module, *tokens)
+    for name in names:
+        codes = getattr(module, name)
+        codes.data = codes.data.transpose(1, 2).contiguous().transpose(1, 2)
+    with pytest.raises(ValueError, match=r"strides of the experts' matrices .* contiguous ones do"):
+        called(module, *tokens)
+    for name in names:  # as the error says
+        getattr(module, name).data = getattr(module, name).data.contiguous()
+    assert torch.equal(called(module, *tokens), wanted)
+
+
 def test_tokens_of_a_dtype_that_nothing_computes_are_refused() -> None:
     module = fp8_experts()
     with pytest.raises(ValueError, match=r"the tokens' dtype on cpu is torch.float16.*bfloat16"):

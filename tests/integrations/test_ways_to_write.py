@@ -97,6 +97,7 @@ def test_register_and_calls_leave_parameters_and_the_module_as_they_were(
     numbers = numbers_of(module)
     before = {name: state_of(one) for name, one in module.named_parameters()}
     kind, state, hooks = type(module), list(module.state_dict()), len(module._forward_pre_hooks)
+    attributes, of_class = {**vars(module)}, {**vars(kind)}
     adapter.register(max_tokens=64)
     module.config._experts_implementation = "moeos"
     for _ in range(3):
@@ -107,6 +108,10 @@ def test_register_and_calls_leave_parameters_and_the_module_as_they_were(
     for name, one in module.named_parameters():
         assert torch.equal(one, numbers[name]), name
     assert type(module) is kind
+    assert dict(vars(kind)) == of_class
+    found = {**vars(module)}
+    found.pop(adapter._READY)  # the one attribute that moeos sets, and not of any parameter
+    assert found == attributes
     assert list(module.state_dict()) == state
     assert len(module._forward_pre_hooks) == hooks
     assert not list(module.buffers())

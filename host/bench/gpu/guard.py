@@ -233,7 +233,8 @@ def machine() -> dict[str, str]:
 
 
 def _environment(packages: Path) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(packages)}
+    found = [str(packages), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(found)}
 
 
 if __name__ == "__main__":
