@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights in the layouts of other frameworks on the GPU: a kernel that reads them where they lie
-gives the bits of one that reads the same numbers in moeos' own layout, and these are the
-reference's.
+gives the bits of one that reads the same numbers in moeos' own layout, but for the last ones where
+gates and ups are columns in turn, and these are the reference's.
 """
 
 from __future__ import annotations

@@ -105,6 +105,8 @@ class Caller:
 
     def _rank(self, world: moeos.World) -> None:
         generator = torch.Generator("cuda").manual_seed(SEED + world.rank)
+        if world.rank == 0:  # which draws the layer's seed: both trees route alike
+            torch.manual_seed(SEED)
         layer = moeos.MoELayer(self._cfg, world)
         layer.requires_grad_(self._backward)
 
