@@ -14,7 +14,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from moeos import MoEConfig
+from moeos import MoEConfig, reference
 from moeos.config import GateUp
 from tests.layers import Weights
 
@@ -25,6 +25,22 @@ LAYOUTS: tuple[tuple[GateUp, bool], ...] = tuple(
     if transposed or gate_up != "concatenated"
 )
 """`gate_up` and `transposed` of a config, without the plain layout's."""
+
+
+LAST_BITS = 5e-4
+"""The largest relative error between two ways to compute the same activations."""
+
+
+def assert_same(cfg: MoEConfig, y: Tensor, of_plain: Tensor, what: str = "") -> None:
+    """Asserts that a layer with a layout gives the bits of the plain one: sums have the same order.
+
+    Where gates and ups are columns in turn, a GPU's thread has other hidden units than it has of
+    the plain layout, and two of its activations share a division: their last bits may differ.
+    """
+    if cfg.gate_up == "interleaved" and cfg.transposed:
+        assert reference.relative_error(y, of_plain.double()) <= LAST_BITS, what
+    else:
+        assert torch.equal(y, of_plain), what
 
 
 def with_layout(weights: Weights, gate_up: GateUp, transposed: bool) -> Weights:

@@ -64,25 +64,21 @@ inline void start_accumulators(float (&d)[kRegisters], const RankArguments& argu
 /// Eight columns next to each other, of a thread's four words: each is what it makes of two columns
 /// or, `kOfPairs`, of two hidden units whose gates and ups come by turns. By a whole warp.
 template <bool kOfPairs>
-inline uint4 eight_of_words(u32 (&words)[4]) {
-  if constexpr (kOfPairs) {
-    return eight_of_halves(words);
-  } else if constexpr (kTransposed) {
-    return eight_columns(words);
-  } else {
-    return make_uint4(words[0], words[1], words[2], words[3]);
+inline uint4 eight_of(u32 first, u32 second, u32 third, u32 fourth) {
+  if constexpr (!kTransposed) {
+    return make_uint4(first, second, third, fourth);
   }
+  u32 words[] = {first, second, third, fourth};
+  return kOfPairs ? eight_of_halves(words) : eight_columns(words);
 }
 /// The same of the values value(i) of pairs of accumulators.
 template <bool kOfPairs, class Value>
 inline uint4 eight_from(u32 i, Value value) {
-  u32 words[4];
-#pragma unroll
-  for (u32 k = 0; k < 4; ++k) {
-    const float2 pair = value(i + 4 * k);
-    words[k] = Element::pack(pair.x, pair.y);
-  }
-  return eight_of_words<kOfPairs>(words);
+  const auto packed = [&](u32 at) {
+    const float2 pair = value(at);
+    return Element::pack(pair.x, pair.y);
+  };
+  return eight_of<kOfPairs>(packed(i), packed(i + 4), packed(i + 8), packed(i + 12));
 }
 
 /// Stores a scale group of a row between two products, of which four lanes have sixteen values
@@ -143,7 +139,7 @@ inline void save_rows(const float (&d)[kRegisters], const RankArguments& argumen
       }
       store_vector(row != nullptr && (kWholeParts || column < kShape.intermediate),
                    row + u64{i / kHalf * kShape.intermediate + column} * 2,
-                   eight_of_words<kColumnsAlternate>(words));
+                   eight_of<kColumnsAlternate>(words[0], words[1], words[2], words[3]));
     }
   }
 }

@@ -111,6 +111,7 @@ inline void find_weights(const RankArguments& arguments, const Task& task, u32 p
   const u32 columns = columns_of(task);
   const u32 first = index * weight_box_rows_of(task);  // among the part's
   const bool of_ups = first >= columns;
+  const u32 up = of_ups ? (kUpMaps ? 0 : product.columns) - columns : 0;
   const u32 mlp = is_shared(task) ? mlp_of(task, part) : task.local_expert;
   box.of_weights = true;
   // Nobody else reads a narrow tile's weights. L2 is left to what is read again: rows, tables, code
@@ -124,7 +125,6 @@ inline void find_weights(const RankArguments& arguments, const Task& task, u32 p
   } else {
     box.map = !product.activated ? &maps.w2 : task.narrow != 0 ? &maps.w1_narrow : &maps.w1;
   }
-  const u32 up = of_ups ? (kUpMaps ? 0 : product.columns) - columns : 0;
   const u32 turns = kColumnsAlternate && product.activated ? 2 : 1;
   if constexpr (kTransposed) {
     box.matrix = mlp;
@@ -157,8 +157,8 @@ inline void prefetch_scales(const RankArguments& arguments, const Task& task, u3
       return;
     }
     const u32 first = first_column_of(task, part);
-    const u32 rows = minimum(columns_of(task), product.columns - first);
     WeightRow row{task.local_expert * matrices_of(product) + nth, first};
+    const u32 rows = minimum(columns_of(task), product.columns - first);
     if constexpr (kGateUp == GateUp::interleaved) {
       // Both matrices' rows lie side by side: each lane asks for half of these.
       row = {task.local_expert * matrices_of(product), first + nth * rows / 2};
