@@ -129,7 +129,7 @@ inline void load_factors(const GradientArguments& arguments, FactorShared& share
                            : tile.second ? arguments.gradients.values
                                          : arguments.gradients.d_hidden[kCellBoxes - 2];
     const u32 column = (of_left ? tile.left : tile.right) + nth * kBoxColumns +
-                       (!of_kept && tile.second ? kShape.hidden : 0);
+                       (of_left != kTransposed && tile.second ? kShape.hidden : 0);
     for (u32 source = 0; source < kGeometry.world; ++source) {
       const SourceRows rows = rows_of(arguments, tile.expert, source);
       for (u32 first = 0; first < rows.count; first += kDepthRows, at.advance()) {
@@ -195,9 +195,29 @@ inline void clear_behind(Stage& stage, u32 rows) {
   named_barrier(kConsumersBarrier, kConsumerThreads);
 }
 
-/// Whether the gradient of gate rows, or of up rows, is wanted.
-inline bool is_wanted(const GradientArguments& arguments, u32 half) {
-  return kGateUp != GateUp::separate || (half == 0 ? arguments.d_w1 : arguments.d_w3) != nullptr;
+/// By which map a box of a gradient is stored, one of dW1 with values of this half.
+inline const TensorMap& map_of_stores(const GradientArguments& arguments, bool second, u32 half) {
+  if constexpr (kUpGradientMaps) {
+    if (!second && half != 0) {
+      return arguments.up_gradients.d_w1;
+    }
+  }
+  return second ? arguments.gradients.d_w2 : arguments.gradients.d_w1;
+}
+/// Whether it is wanted: where gates and ups are two tensors, one of them may not be.
+inline bool is_wanted(const GradientArguments& arguments, bool second, u32 half) {
+  return kGateUp != GateUp::separate || second ||
+         (half == 0 ? arguments.d_w1 : arguments.d_w3) != nullptr;
+}
+
+/// Stores a box of a transposed gradient. Its columns are all of one half, and of that half's map.
+inline void store_of_half(const GradientArguments& arguments, bool second, const u8* box,
+                          const u32 (&at)[5]) {
+  const u32 half = second ? 0 : at[0] / kKeptColumns;
+  const u32 of_half[5] = {at[0] - half * kKeptColumns, at[1], at[2], at[3], at[4]};
+  if (half < kHalves && is_wanted(arguments, second, half)) {
+    store_box(map_of_stores(arguments, second, half), box, of_half);
+  }
 }
 
 /// Stores a warp's rows of a tile by way of its boxes, whose bytes leave while the next tile's
@@ -206,21 +226,17 @@ inline void store_gradients(const float (&d)[kSecondSums], const GradientArgumen
                             const GradientTile& tile, FactorShared& shared) {
   const u32 lane = Machine::lane();
   const u32 row = tile.left + tile_row(0);
-  u32 half = row / kKeptColumns;
+  const u32 half = row / kKeptColumns;
   const u32 within = row - half * kKeptColumns;
-  bool there = tile.second ? row < kShape.hidden : half < kHalves;
-  const TensorMap* map = tile.second ? &arguments.gradients.d_w2 : &arguments.gradients.d_w1;
+  const bool there = kTransposed   ? row < (tile.second ? kLeft2 : kLeft1)
+                     : tile.second ? row < kLeft2
+                                   : half < kHalves && is_wanted(arguments, false, half);
+  const TensorMap& map = map_of_stores(arguments, tile.second, half);
   u32 at[5] = {tile.right, 0, 0, row / 8, tile.expert};
-  if constexpr (kTransposed) {
-    there = row < (tile.second ? kLeft2 : kLeft1);
-  } else if (!tile.second) {
+  if (!kTransposed && !tile.second) {
     at[1] = within / kOrderedRows * 4;
     at[3] = within % kOrderedRows / kWarpRows * 2;
     at[4] = kUpGradientMaps ? tile.expert : tile.expert * kHalves + half;
-    if (kUpGradientMaps && half != 0) {
-      map = &arguments.up_gradients.d_w1;
-    }
-    there = there && is_wanted(arguments, half);
   }
   auto& boxes = shared.boxes[threadIdx.x / 32 - kFirstConsumerWarp];
   const u32 place = lane / 4 % 2 * 4 + lane / 8;  // of this lane's row, of eight
@@ -253,16 +269,12 @@ inline void store_gradients(const float (&d)[kSecondSums], const GradientArgumen
     fence_proxy_async_shared();
     __syncwarp();
     if (lane == 0) {
-      if constexpr (kTransposed && kUpGradientMaps) {
-        // A box's columns are all of one half, which are columns of that half's map.
-        half = tile.second ? 0 : at[0] / kKeptColumns;
-        const u32 first = half * kKeptColumns;
-        u32 of_half[5] = {at[0] - first, at[1], at[2], at[3], at[4]};
-        if (there && half < kHalves && (tile.second || is_wanted(arguments, half))) {
-          store_box(half != 0 ? arguments.up_gradients.d_w1 : *map, to, of_half);
+      if (there) {
+        if constexpr (kTransposed && kUpGradientMaps) {
+          store_of_half(arguments, tile.second, to, at);
+        } else {
+          store_box(map, to, at);
         }
-      } else if (there) {
-        store_box(*map, to, at);
       }
       commit_stores();
     }
