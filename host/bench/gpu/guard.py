@@ -5,10 +5,11 @@
 
 Forward calls in BF16, FP8 and 4 bits, backward calls, and calls of virtual ranks, 1 to 8192 tokens
 (`guard_worker.CASES`). Each tree is installed into a folder of its own and runs in a process of its
-own, so changes of the host count as well as changes of kernels. In each round both trees make some
-calls, and they take turns in beginning; a case's number is the median of the rounds' ratios. A case
-beyond the limit is timed once more, in twice as many rounds, before it counts. Exit code 1: a case
-is slower by more than the limit, or failed. Must not depend on the package of either tree.
+own, with the host code that belongs to its kernels; work that the GPU does before each call hides
+what the host costs. In each round both trees make some calls, and they take turns in beginning; a
+case's number is the median of the rounds' ratios. A case beyond the limit is timed once more, in
+twice as many rounds, before it counts. Exit code 1: a case is slower by more than the limit, or
+failed. Must not depend on the package of either tree.
 """
 
 from __future__ import annotations
