@@ -78,7 +78,7 @@ def test_the_operator_is_as_its_schema_and_its_fake_say() -> None:
 
     def rank_main(world: World) -> None:
         layer = WEIGHTS.layer(world)
-        parameters = (layer.w1, layer.b1, layer.w2, layer.b2, layer.gate.weight, None)
+        parameters = (layer.w1, layer.b1, layer.w2, layer.b2, None, layer.gate.weight, None)
         arguments = (layer._order, layer.experts.key, given.x, given.ids, given.weights, None)
         schema = torch.ops.moeos.forward.default._schema
         positional = sum(not argument.kwarg_only for argument in schema.arguments)

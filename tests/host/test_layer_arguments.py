@@ -157,7 +157,7 @@ def test_an_output_amid_another_argument_is_refused_by_its_name(name: str) -> No
         out = outs[name].view(4, -1)
         with pytest.raises(ValueError, match=words):
             layer(call.x, call.ids, weights, out=out)
-        arguments = (call.ids, weights, None, layer.w1, layer.b1, layer.w2, layer.b2)
+        arguments = (call.ids, weights, None, layer.w1, layer.b1, layer.w2, layer.b2, None)
         router = (layer.gate.weight, layer.gate.selection_bias, None, None)
         others = (None,) * 12
         with pytest.raises(ValueError, match=words):
@@ -495,7 +495,7 @@ def test_the_operator_with_an_output_is_as_its_schema_and_its_fake_say() -> None
     def rank_main(world: World) -> None:
         layer = WEIGHTS.layer(world)
         arguments: tuple[Any, ...] = (layer._order, layer.experts.key, given.x, given.ids)
-        arguments += (given.weights, None, layer.w1, layer.b1, layer.w2, layer.b2)
+        arguments += (given.weights, None, layer.w1, layer.b1, layer.w2, layer.b2, None)
         arguments += (layer.gate.weight, layer.gate.selection_bias, None, None)
         arguments += (None,) * 12
         arguments += (torch.empty_like(given.x),)

@@ -7,7 +7,10 @@ import pytest
 
 from tests.processes import ROOT
 
-USAGE = "usage: launch/bench twin [--json OUT] | launch/bench gpu --out OUT; each knows --help"
+USAGE = (
+    "usage: launch/bench twin [--json OUT] | launch/bench gpu --out OUT | "
+    "launch/bench guard --base COMMIT; each knows --help"
+)
 
 
 @pytest.mark.parametrize(

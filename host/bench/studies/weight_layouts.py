@@ -24,21 +24,33 @@ import torch
 import moeos
 from moeos import MoEConfig, jit
 from moeos.bench.gpu.in_turn import InTurn
+from moeos.config import GateUp
 from moeos.kernel_shape import KernelShape
 
 TOKENS = (1, 8, 64, 128, 512, 2048, 8192)
 ROUNDS, WARM_UP = 60, 8
 COMMON: dict[str, Any] = {"dtype": torch.bfloat16, "max_tokens": 8192, "routing": "caller"}
-GPT_OSS = MoEConfig(
-    **COMMON,
-    **{"hidden": 2880, "intermediate": 2880, "experts": 32, "top_k": 4, "bias": True},
-    **{"activation": "swigluoai", "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+
+
+def layer(**fields: Any) -> MoEConfig:
+    return MoEConfig(**(COMMON | fields))
+
+
+GPT_OSS = layer(
+    hidden=2880,
+    intermediate=2880,
+    experts=32,
+    top_k=4,
+    bias=True,
+    activation="swigluoai",
+    swiglu_limit=7.0,
+    swiglu_alpha=1.702,
 )
-ARIA = MoEConfig(**COMMON, hidden=2560, intermediate=1664, experts=64, top_k=6)
-QWEN = MoEConfig(**COMMON, hidden=2048, intermediate=768, experts=128, top_k=8)
-LLAMA4 = MoEConfig(**COMMON, hidden=5120, intermediate=8192, experts=16, top_k=1)
+ARIA = layer(hidden=2560, intermediate=1664, experts=64, top_k=6)
+QWEN = layer(hidden=2048, intermediate=768, experts=128, top_k=8)
+LLAMA4 = layer(hidden=5120, intermediate=8192, experts=16, top_k=1)
 # Each layer, and its layouts: gate_up, transposed.
-LAYERS = {
+LAYERS: dict[str, tuple[MoEConfig, list[tuple[GateUp, bool]]]] = {
     "gpt-oss": (GPT_OSS, [("interleaved", True)]),
     "aria": (ARIA, [("concatenated", True)]),
     "qwen3-30b": (QWEN, [("separate", False), ("separate", True)]),
