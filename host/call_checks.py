@@ -633,7 +633,7 @@ def check_backward(
 
 
 def is_fake(tensor: object) -> bool:
-    """Whether it is a FakeTensor; nobody can hold one who has not imported them."""
+    """Whether it is a FakeTensor; without their module imported there is none."""
     module = sys.modules.get("torch._subclasses.fake_tensor")
     return module is not None and isinstance(tensor, module.FakeTensor)
 

@@ -406,7 +406,7 @@ class MoEConfig:
 
         docs/checkpoints.md lists the families that are understood, and what of them is not. Shared
         experts are part of the layer where the table says so: as one MLP, as checkpoints have them.
-        Of a quantised model `weight_format` is what it ships the layer's experts in, None where it
+        For a quantised model `weight_format` is what it ships the layer's experts in, None where it
         leaves them out. `shared_weight_format` is the same, unless it leaves shared experts out.
 
         Args:

@@ -309,6 +309,13 @@ def has_whole_parts(cfg: MoEConfig) -> bool:
     return cfg.hidden >= _tile_columns(cfg) and narrowest >= _product0_columns(cfg)
 
 
+def has_up_maps(cfg: MoEConfig) -> bool:
+    """Whether up rows of routed experts have tensor maps of their own: kUpMaps of
+    kernels/sm90/config.cuh.
+    """
+    return cfg.gate_up == "separate" or (cfg.gate_up == "interleaved" and not cfg.transposed)
+
+
 def weight_box_rows(cfg: MoEConfig) -> int:
     """Rows of a box of weights, or columns of transposed ones: kWeightBoxRows of
     kernels/sm90/arguments.cuh.

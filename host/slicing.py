@@ -187,7 +187,7 @@ class Slicing:
         return self._each(cfg.slots)
 
     def routed_pairs(self, cfg: MoEConfig) -> int:
-        """Of a token that has `top_k` experts."""
+        """Pairs of a token that has `top_k` experts."""
         return self._each(cfg.top_k)
 
     def _each(self, experts: int) -> int:

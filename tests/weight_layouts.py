@@ -44,7 +44,7 @@ def assert_same(cfg: MoEConfig, y: Tensor, of_plain: Tensor, what: str = "") -> 
 
 
 def with_layout(weights: Weights, gate_up: GateUp, transposed: bool) -> Weights:
-    """The same weights, for kernels that read them in another layout."""
+    """`weights`, for kernels that read them in another layout."""
     cfg = dataclasses.replace(weights.cfg, gate_up=gate_up, transposed=transposed)
     return dataclasses.replace(weights, cfg=cfg)
 

@@ -107,7 +107,7 @@ def by_target(field: str, entries: Sequence[str]) -> Rule:
 
 
 def best_target(field: str, entries: Sequence[str]) -> Callable[[Matrix], str | None]:
-    """Of targets that mean a matrix the one that compressed-tensors takes: a whole name before a
+    """The target that compressed-tensors takes where several mean a matrix: a whole name before a
     regular expression, and that before a class.
     """
     whole = {entry for entry in entries if not entry.startswith("re:")}

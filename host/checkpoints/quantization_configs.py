@@ -170,7 +170,7 @@ def _modelopt(config: Values, values: Values) -> _FormatOf:
 
 
 def _other(config: Values, method: object) -> _FormatOf:
-    """Of a method that is not read, what it leaves out."""
+    """What a method that moeos does not read leaves out."""
     left_out = modules.by_prefix(*_left_out(config, *_LEFT_OUT))
 
     def format_of(matrix: Matrix) -> None:

@@ -326,7 +326,7 @@ class ArgumentPacker:
         gate = t.w1 if t.gate is None else t.gate
         of_gate = self.map_of("gate", gate, cfg.hidden, Box(self._gate_box_rows, cfg.gate_dtype))
         of_experts = self._weight_maps("", t.w1, t.w2, cfg.intermediate, cfg.weight_format)
-        if cfg.gate_up == "separate" or (cfg.gate_up == "interleaved" and not cfg.transposed):
+        if kernel_shape.has_up_maps(cfg):
             # Up rows have maps of their own, where those of shared experts would be.
             w3, first = (t.w1, 1) if t.w3 is None else (t.w3, 0)
             stored = cfg.weight_format

@@ -26,7 +26,7 @@ from moeos.engines.cuda_arguments import (
     RankBuffers,
 )
 from moeos.engines.saved_tensors import Share
-from moeos.kernel_shape import DEPTH, ORDERED_ROWS, VALUE_COLUMNS, copies_bytes
+from moeos.kernel_shape import DEPTH, ORDERED_ROWS, VALUE_COLUMNS, copies_bytes, has_up_maps
 
 _MAPS = (
     *("rows",) * len(CELL_BOX_ROWS),
@@ -246,8 +246,8 @@ class GradientPacker:
     def _has_up_gradients(self) -> bool:
         """kUpGradientMaps of kernels/sm90/gradient_arguments.cuh."""
         cfg = self._cfg
-        apart = cfg.gate_up == "separate" or (cfg.gate_up == "interleaved" and not cfg.transposed)
-        return apart or (cfg.transposed and cfg.gated and cfg.gate_up == "concatenated")
+        side_by_side = cfg.transposed and cfg.gated and cfg.gate_up == "concatenated"
+        return has_up_maps(cfg) or side_by_side
 
     def _matrices(
         self,
@@ -292,5 +292,5 @@ class GradientPacker:
 
 
 def _addresses(*tensors: Tensor | None) -> tuple[int, ...]:
-    """Of each tensor; 0 where there is none."""
+    """The address of each tensor; 0 where there is none."""
     return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)

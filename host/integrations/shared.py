@@ -67,7 +67,7 @@ class Exclusive:
 
 
 preparing = Exclusive()
-"""Of who makes a module's experts."""
+"""Held by the thread that makes a module's experts."""
 
 _making = Exclusive()
 os.register_at_fork(after_in_child=preparing.free)
@@ -206,9 +206,10 @@ def interleaved(gate_then_up: Tensor, dim: int = -1) -> Tensor:
 
 
 def untraced(function: _Function) -> _Function:
-    """A function that torch.compile does not look into, for what no graph could repeat: worlds
-    that are made. A graph of a call of it is broken there; where it must be
-    whole, Dynamo's error has the function's name."""
+    """A function that torch.compile does not look into, for what no graph could repeat: worlds that
+    are made. A graph breaks at a call of it; where the graph must be whole, Dynamo's error has the
+    function's name.
+    """
     return cast(_Function, torch.compiler.disable(function))
 
 

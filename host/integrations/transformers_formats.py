@@ -25,7 +25,7 @@ _PAIRS = (torch.int8, torch.uint8)
 """Of bytes that are two codes of 4 bits."""
 _EXPONENTS = (_E8M0, torch.uint8)
 _CONVERTED = (_E8M0, torch.bfloat16, torch.float16)
-"""Of scales of FP8 that become float32."""
+"""The dtypes of FP8 scales that become float32."""
 
 _IN_NUMBERS = "FineGrainedFP8Config(dequantize=True)"
 

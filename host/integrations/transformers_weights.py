@@ -80,7 +80,7 @@ def layout_of(module: Any, weights: Weights) -> Layout | None:
 
 
 def as_they_lie(module: Any, weights: Weights, layout: Layout) -> Weights:
-    """The same tensors, w1 and w2 as contiguous views."""
+    """`weights`, with w1 and w2 as contiguous views."""
     if layout.transposed == module.is_transposed:
         return weights
     return weights._replace(w1=weights.w1.transpose(1, 2), w2=weights.w2.transpose(1, 2))

@@ -24,9 +24,9 @@ inline u32 ordered_column(u32 i) {
   return j / 4 * kOrderedRows + Machine::lane() % 4 * 8 + j % 4 * 2;
 }
 
-/// The same of transposed weights.
+/// The column of accumulator `i` where weights are transposed.
 inline u32 natural_column(u32 i) { return i / 4 * 8 + Machine::lane() % 4 * 2; }
-/// Of those of this kernel.
+/// The column of accumulator `i` in this kernel.
 inline u32 column_in_part(u32 i) { return kTransposed ? natural_column(i) : ordered_column(i); }
 
 /// The first of the accumulators of a hidden unit's gate and up value, where a part has these by
@@ -43,7 +43,7 @@ inline u32 ordered_row(u32 place) {
 inline float2 pair_of_word(u32 word) {
   return make_float2(Element::low(word), Element::high(word));
 }
-/// Of words that have a gate and an up number each, two numbers next to each other of one kind.
+/// Two neighbouring gates, or two neighbouring ups, of words that each hold a gate and an up.
 inline float2 alternate_pair(const u32* words, u64 at, bool of_ups) {
   const float2 first = pair_of_word(words[at]);
   const float2 next = pair_of_word(words[at + 1]);

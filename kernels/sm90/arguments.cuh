@@ -23,8 +23,8 @@ inline constexpr u32 kIntermediateBoxes = boxes_from(Geometry::kSegmentAlign);
 /// Rows of a box of weights, whose order there is such that a thread's accumulators lie next to
 /// each other in its rows of the result (load_weights in tma.cuh, ordered_column in
 /// accumulators.cuh). A box of more than one group of rows reads whole groups, so only one group at
-/// a time may reach beyond a matrix; layers none of whose parts do have larger ones. Of transposed
-/// weights a box has as many columns, of kTileDepth rows that are the depth.
+/// a time may reach beyond a matrix; layers none of whose parts do have larger ones. Where weights
+/// are transposed, a box has as many columns, of kTileDepth rows that are the depth.
 inline constexpr u32 kWeightBoxRows = kTransposed   ? kSwizzleBytes / 2
                                       : kWholeParts ? minimum(128U, product0_columns(kTileColumns))
                                                     : kOrderedRows;
@@ -38,8 +38,9 @@ enum class WeightType : u32 { float32 = 0, bfloat16 = 1, float16 = 2 };
 
 // Elements of codes are bytes. A box has 128 bytes of each row, but kCodeBytes of decoded weights.
 
-/// Of some MLPs with as many values between their products. Where kUpMaps: w1 of [MLPs * values,
-/// H]. Where kTransposed: [MLPs, depth, columns], box 1 x kTileDepth x kWeightBoxRows.
+/// The weights of MLPs that have equally many values between their products. Where kUpMaps: w1 is
+/// [MLPs * values, H]. Where kTransposed: [MLPs, depth, columns], box 1 x kTileDepth x
+/// kWeightBoxRows.
 struct WeightMaps {
   TensorMap w1;         // [MLPs * 2 values, or values, H], box of kWeightBoxRows
   TensorMap w1_narrow;  // the same, box of kNarrowBoxRows
@@ -56,7 +57,7 @@ struct ForwardMaps {
   WeightMaps experts;                          // X of them, with I values each
   TensorMap intermediate[kIntermediateBoxes];  // [rows, I], likewise
 };
-/// There are none but of shared experts, which no layer has whose up rows have maps of their own.
+/// Maps of shared experts, or of up rows: no layer has both.
 struct SharedMaps {
   union {
     WeightMaps shared;  // n of them, with Is values each

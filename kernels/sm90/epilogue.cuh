@@ -71,7 +71,7 @@ inline uint4 eight_of(u32 first, u32 second, u32 third, u32 fourth) {
   u32 words[] = {first, second, third, fourth};
   return kOfPairs ? eight_of_halves(words) : eight_columns(words);
 }
-/// The same of the values value(i) of pairs of accumulators.
+/// As eight_of, from value(i): the two values of each pair of accumulators. By a whole warp.
 template <bool kOfPairs, class Value>
 inline uint4 eight_from(u32 i, Value value) {
   const auto packed = [&](u32 at) {

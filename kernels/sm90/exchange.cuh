@@ -8,7 +8,12 @@
 
 namespace moeos::sm90 {
 
-/// Of four words, columns 2l + {0, 1} of four eights (l = lane % 4): the eight columns of one.
+/// The low and the high halves of two words, as permute_bytes selects them.
+inline constexpr u32 kLowHalves = 0x5410U;
+inline constexpr u32 kHighHalves = 0x7632U;
+
+/// The eight columns of one of four eights, whose columns 2l + {0, 1} (l = lane % 4) are the four
+/// words of each lane.
 inline uint4 eight_columns(u32 (&words)[4]) {
   const bool odd = (Machine::lane() & 1) != 0;
   const bool high = (Machine::lane() & 2) != 0;
@@ -24,24 +29,21 @@ inline uint4 eight_columns(u32 (&words)[4]) {
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-/// The same of columns l and l + 4 of four eights.
+/// The eight columns of one of four eights, whose columns l and l + 4 are the words of each lane.
 inline uint4 eight_of_halves(u32 (&words)[4]) {
   eight_columns(words);
-  constexpr u32 kLow = 0x5410U;
-  constexpr u32 kHigh = 0x7632U;
-  return make_uint4(
-      permute_bytes(words[0], words[1], kLow), permute_bytes(words[2], words[3], kLow),
-      permute_bytes(words[0], words[1], kHigh), permute_bytes(words[2], words[3], kHigh));
+  return make_uint4(permute_bytes(words[0], words[1], kLowHalves),
+                    permute_bytes(words[2], words[3], kLowHalves),
+                    permute_bytes(words[0], words[1], kHighHalves),
+                    permute_bytes(words[2], words[3], kHighHalves));
 }
 
 /// Its inverse, of eight columns: words that have columns l and l + 4 of four eights.
 inline void halves_of_eight(u32 (&words)[4], const uint4& eight) {
-  constexpr u32 kLow = 0x5410U;
-  constexpr u32 kHigh = 0x7632U;
-  words[0] = permute_bytes(eight.x, eight.z, kLow);
-  words[1] = permute_bytes(eight.x, eight.z, kHigh);
-  words[2] = permute_bytes(eight.y, eight.w, kLow);
-  words[3] = permute_bytes(eight.y, eight.w, kHigh);
+  words[0] = permute_bytes(eight.x, eight.z, kLowHalves);
+  words[1] = permute_bytes(eight.x, eight.z, kHighHalves);
+  words[2] = permute_bytes(eight.y, eight.w, kLowHalves);
+  words[3] = permute_bytes(eight.y, eight.w, kHighHalves);
   eight_columns(words);
 }
 

@@ -29,12 +29,12 @@ struct GradientMaps {
   TensorMap w2;                    // [X * H, I], box 64 x 64
   TensorMap d_w1;                  // a warp's box of a gradient: weight_gradients.cuh
   TensorMap d_w2;
-  // Of transposed weights: w1 is [X * H, w1 rows], box 128 x 64; w2 is [X, I, H], box 1 x
-  // kValueColumns x 64, its rows in the order of a first product's accumulators; w1_ordered is
-  // none.
+  // Where weights are transposed: w1 is [X * H, w1 rows], box 128 x 64; w2 is [X, I, H], box 1 x
+  // kValueColumns x 64, its rows in the order of a first product's accumulators; there is no
+  // w1_ordered.
 };
-/// The same of up rows, where gate and up rows have maps of their own. `w1` and `w1_ordered` are
-/// none where both are columns of one matrix.
+/// The maps of up rows, where gate and up rows have maps of their own. There is no `w1` and no
+/// `w1_ordered` where both are columns of one matrix.
 struct UpGradientMaps {
   TensorMap w1;
   TensorMap w1_ordered;

@@ -6,8 +6,9 @@
 //            then x                    w1, gate and up rows     H; no turn where h is saved
 //   second   gradients of h, kept      w1, a depth row a row    its rows: kHalves * kKeptColumns
 //
-// Of transposed weights the first two's rows are I columns and the depth, and the last one's H
-// columns: each operand is the other kind. May not know: what is made of them; where results go.
+// Where weights are transposed, the rows of the first two are I columns and the depth, and those of
+// the last one H columns: each operand is the other kind. Must not know: what is made of them;
+// where results go.
 #pragma once
 
 #include "kernels/sm90/boxes.cuh"

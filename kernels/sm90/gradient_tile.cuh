@@ -217,7 +217,7 @@ inline uint4 kept_eight(u32 (&words)[4]) {
 /// Keeps the gradients of eight gates and eight ups in turn, of words that have columns l and l + 4
 /// of four eights. By a whole warp.
 inline void keep_pairs(bool wanted, u8* to, const u32 (&gates)[4], const u32 (&ups)[4]) {
-  constexpr u32 kWhich[2] = {0x5410U, 0x7632U};
+  constexpr u32 kWhich[2] = {kLowHalves, kHighHalves};
 #pragma unroll
   for (u32 half = 0; half < 2; ++half) {
     u32 words[4];

@@ -6,7 +6,7 @@
 //   dW1        gradients of h, kept        x
 //   dW2        gradients of the output     activated values, kept
 //
-// Of transposed weights both factors change places, so a gradient lies as its weight does.
+// Where weights are transposed, both factors change places, so a gradient lies as its weight does.
 // A product's depth is an expert's rows: both factors have columns next to each other, as tensor
 // cores take them. The first of the two in each line has been multiplied by the rows' weights, or
 // the second. A tile of a gradient has one block, which adds rows up in the order of sources, and

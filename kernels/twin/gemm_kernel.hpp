@@ -207,7 +207,7 @@ const Storage* first_of(const Weights& weights, unsigned n, unsigned k) {
 Slab widen_floats(const Weights& weights, unsigned n, unsigned k, unsigned, unsigned, float*) {
   return {first_of<float>(weights, n, k), weights.stride};
 }
-// Of rows whose elements are neighbours.
+// widen_floats where a row's elements are neighbours.
 template <typename Storage>
 Slab widen_along(const Weights& weights, unsigned n, unsigned k, unsigned columns, unsigned depth,
                  float* buffer) {
@@ -219,7 +219,7 @@ Slab widen_along(const Weights& weights, unsigned n, unsigned k, unsigned column
   }
   return {buffer, kDepthBlock};
 }
-// Where elements of neighbouring rows are neighbours.
+// widen_floats where elements of neighbouring rows are neighbours.
 template <typename Storage>
 Slab widen_across(const Weights& weights, unsigned n, unsigned k, unsigned columns, unsigned depth,
                   float* buffer) {
@@ -236,7 +236,7 @@ Slab widen_across(const Weights& weights, unsigned n, unsigned k, unsigned colum
   return {buffer, kDepthBlock};
 }
 
-// Where no elements are.
+// widen_floats where no elements are neighbours.
 template <typename Storage>
 Slab widen_apart(const Weights& weights, unsigned n, unsigned k, unsigned columns, unsigned depth,
                  float* buffer) {

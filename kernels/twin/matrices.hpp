@@ -30,7 +30,7 @@ struct MatrixLayout {
   constexpr u32 column_step() const { return transposed ? halves * rows : 1; }
 };
 
-/// Of the experts' w1 and, where up rows are apart, w3.
+/// The layout of the experts' w1 and, where up rows are apart, of w3.
 constexpr MatrixLayout w1_layout(const LayerShape& shape) {
   const bool two = shape.gated() && shape.gate_up != GateUp::separate;
   return {shape.intermediate, shape.hidden, two ? 2U : 1U, shape.gate_up == GateUp::interleaved,

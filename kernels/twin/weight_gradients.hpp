@@ -64,8 +64,8 @@ class WeightGradients {
   }
 
  private:
-  /// Of two parts of a kept row: where they begin, how many columns they have, and where their
-  /// product and the sum of the left one are added.
+  /// Two parts of a kept row: where they begin, how many columns they have, and where their product
+  /// and the sum of the left one are added.
   struct Product {
     u32 left_at;
     u32 left;

@@ -33,10 +33,10 @@ SHAPES: dict[str, tuple[dict[str, Any], int]] = {
     "small experts, biases": ({"hidden": 72, "intermediate": 40, "bias": True}, 1),
     "float16": ({"hidden": 264, "intermediate": 136, "dtype": torch.float16}, 2),
 }
-"""Of a config, what is not usual, and its ranks. Where a size is no multiple of 64, a step reaches
+"""What is not usual in a config, and its ranks. Where a size is no multiple of 64, a step reaches
 beyond its matrix."""
 UNUSED = 5
-"""An expert without tokens, whose weights are no numbers: who reads them has NaN."""
+"""An expert without tokens, whose weights are no numbers: a read of them gives NaN."""
 FORMATS = ("mxfp4", "nvfp4", "int4_group32", "fp8_channel", "fp8_tensor")
 """Those that do not share scales among rows."""
 NO_GATE = ("concatenated", True)
@@ -44,7 +44,7 @@ BY_DAY = [("small experts, biases", ("interleaved", True))]
 
 
 def outputs_of(cfg: MoEConfig, ranks: int, folder: Path) -> list[Tensor]:
-    """Of calls of many and of few tokens, routed by the layer and by the caller."""
+    """Outputs of calls of many and of few tokens, routed by the layer and by the caller."""
     folder.mkdir()
     weights = draw_weights(cfg)
     never = torch.zeros(cfg.experts).index_fill(0, torch.tensor([UNUSED]), -torch.inf)

@@ -45,7 +45,7 @@ SHAPES: dict[str, tuple[dict[str, Any], int]] = {
     ),
     "whole parts": ({"hidden": 512, "intermediate": 384}, 2),
 }
-"""Of a config, what is not usual, and its ranks."""
+"""What is not usual in a config, and its ranks."""
 KINDS = [*itertools.product(SHAPES, LAYOUTS, SAVES)]
 
 

@@ -30,7 +30,7 @@ from tests.weight_layouts import LAYOUTS, assert_same, with_layout
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "runs")
 
 TOKENS = (1, 8, 33, 200, 0, 700, 2048)
-"""Of the calls of a rank: narrow tiles of few rows and of many, and wide ones."""
+"""Tokens of the calls of a rank: narrow tiles of few rows and of many, and wide ones."""
 UNUSED = 5
 """An expert whose weights are no numbers: what reads beyond its neighbour's matrices has NaN."""
 _SIZES: dict[str, Any] = {"dtype": torch.bfloat16, "max_tokens": 2048, "experts": 8, "top_k": 2}
@@ -43,7 +43,7 @@ LAYERS: dict[str, tuple[dict[str, Any], int]] = {
     ),
     "4 ranks": ({"hidden": 512, "intermediate": 384, "experts": 16, "top_k": 4}, 4),
 }
-"""Of a config, what is not usual, and its ranks."""
+"""What is not usual in a config, and its ranks."""
 WITHOUT_GATES = "no gate values"
 FORMATS = ("mxfp4", "nvfp4", "int4_group32", "fp8_channel", "fp8_tensor")
 """Those that do not share scales among rows."""

@@ -404,7 +404,7 @@ def test_maps_of_a_callers_layout_load_what_those_of_the_plain_layout_do(
         part[: found.shape[0], : found.shape[1]] = found
         if transposed:
             return part.mT
-        # Of 32 rows, row 8b + 2a + i lies at 8a + 2b + i.
+        # In 32 rows, row 8b + 2a + i lies at 8a + 2b + i.
         return part.unflatten(0, (-1, 4, 4, 2)).transpose(1, 2).flatten(0, 3)
 
     def assert_loads(box: numpy.ndarray[Any, Any], right: torch.Tensor) -> None:

@@ -32,7 +32,7 @@ PLAIN = MoEConfig(
     hidden=HIDDEN, intermediate=INTERMEDIATE, experts=EXPERTS, top_k=K, dtype=torch.float32
 )
 PAIR = 2 * 3 * HIDDEN * INTERMEDIATE
-"""Of one token with one expert, in a forward."""
+"""FLOPs of one token with one expert, in a forward."""
 
 
 def counted(function: Callable[[], Any]) -> int:

@@ -65,11 +65,7 @@ def rank_main(world):
 
 moeos.virtual.run(rank_main, ranks=2, deadline=60)
 assert not found, found
-# A flop counter's module imports Triton. Who imports it late finds moeos' operators there.
-assert "torch.utils.flop_counter" not in sys.modules
-import torch.utils.flop_counter as counter
-for operator in ("forward", "forward_into", "record", "backward"):
-    assert getattr(torch.ops.moeos, operator) in counter.flop_registry, operator
+# moeos adds nothing to the import system of the program.
 assert not [one for one in sys.meta_path if type(one).__module__.startswith("moeos")]
 """
 

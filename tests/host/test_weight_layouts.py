@@ -80,7 +80,7 @@ def drawn(cfg: MoEConfig) -> Tensors:
 
 
 def laid(plain: Tensors, layout: Layout, gated: bool = True) -> Tensors:
-    """The same numbers as a caller with that layout has them."""
+    """The numbers of `plain` as a caller with that layout has them."""
     found = dict(plain)
     if layout.gate_up == "interleaved":
         for name in {"w1", "b1", "w1_scale"} & found.keys():

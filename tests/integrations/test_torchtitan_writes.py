@@ -33,8 +33,8 @@ def new_numbers(tensors: Tensors) -> dict[str, Tensor]:
 def test_a_call_reads_what_was_written_before_between_and_after_calls(
     compiled: bool, one_module: bool, tmp_path: Path
 ) -> None:
-    """Of each way: before the first call, after a call, and after a backward; with one module for
-    all ways another way's calls come before.
+    """Each way is tried before the first call, after a call, and after a backward; with one module
+    for all ways another way's calls come before.
     """
 
     def live(rank: int) -> list[tuple[str, int]]:

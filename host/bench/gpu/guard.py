@@ -118,7 +118,7 @@ def is_slower(case: Mapping[str, Any]) -> bool:
 
 
 def case_names() -> list[str]:
-    """Of all cases. The worker's file is read and not imported, as it imports moeos."""
+    """The names of all cases. They are read from the worker's text: importing it imports moeos."""
     names: list[str] = []
     inside = False
     for line in _WORKER.read_text(encoding="utf-8").splitlines():

@@ -23,7 +23,7 @@ import moeos
 FLUSH_BYTES = 1 << 28
 """Read to put everything else out of the L2 cache."""
 READS = 24
-"""Of these bytes before a call, some 1.5 ms: the host has launched the call before they end."""
+"""Reads of these bytes before a call, about 1.5 ms: the host launches the call before they end."""
 SEED = 20261129
 
 QWEN3 = {"hidden": 2048, "intermediate": 768, "experts": 128, "top_k": 8}

@@ -51,8 +51,8 @@ inline void load_weights(const TensorMap& map, void* destination, Barrier& barri
       : "memory");
 }
 
-/// The same for a box of transposed weights: of one matrix, from a row of its depth and a column
-/// on. What lies beyond that matrix arrives as zeros.
+/// Loads a box of transposed weights: of one matrix, from a row of its depth and a column on. What
+/// lies beyond that matrix arrives as zeros.
 inline void load_transposed(const TensorMap& map, void* destination, Barrier& barrier, u32 matrix,
                             u32 row, u32 column, CachePolicy policy) {
   asm volatile(
@@ -62,8 +62,8 @@ inline void load_transposed(const TensorMap& map, void* destination, Barrier& ba
       : "memory");
 }
 
-/// The same of rows of one matrix, from a row on that is a multiple of 8, in an order that the map
-/// says: it has the dimensions columns, two that are eight rows, each eight rows, and matrices.
+/// Loads rows of one matrix, from a row on that is a multiple of 8, in an order that the map says:
+/// it has the dimensions columns, two that are eight rows, each eight rows, and matrices.
 inline void load_ordered(const TensorMap& map, void* destination, Barrier& barrier, u32 matrix,
                          u32 row, u32 column) {
   asm volatile(

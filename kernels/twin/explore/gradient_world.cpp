@@ -69,7 +69,7 @@ double add_pair(const RandomWorld& world, const Experts& experts, u32 expert, co
   return d_weight;
 }
 
-/// Of one rank's matrices, all rows of an MLP as they lie in the plain way.
+/// One rank's matrices in the plain layout: all rows of an MLP in order.
 std::vector<float> plain(const MatrixLayout& layout, u32 halves, const std::vector<float>& lying) {
   const u64 of_mlp = u64{halves} * layout.rows * layout.depth;
   std::vector<float> values(lying.size());

@@ -18,7 +18,7 @@ struct alignas(64) TensorMap {
   u32 element_bytes;
   u32 box_bytes;  // of a row in a box, the swizzle's width
   u64 row_bytes;  // from one row to the next
-  // Of a map by which boxes are stored, each dimension but the columns:
+  // In a map by which boxes are stored, each dimension but the columns:
   u64 sizes[4];
   u64 strides[4];  // in rows
   u32 box[4];
@@ -81,7 +81,7 @@ inline void load_weights(const TensorMap& map, void* destination, Barrier& barri
   });
 }
 
-/// Of a map whose sizes[0] is the rows of each matrix: what lies beyond a matrix is zeros.
+/// `map.sizes[0]` is the rows of each matrix: what lies beyond a matrix is zeros.
 inline void load_transposed(const TensorMap& map, void* destination, Barrier& barrier, u32 matrix,
                             u32 row, u32 column, CachePolicy) {
   const auto of_matrix = static_cast<u32>(map.sizes[0]);
@@ -89,7 +89,7 @@ inline void load_transposed(const TensorMap& map, void* destination, Barrier& ba
             [=](u32 r) { return row + r < of_matrix ? matrix * of_matrix + row + r : ~0U; });
 }
 
-/// Of a map that has all its dimensions, as one by which boxes are stored.
+/// `map` has all its dimensions, like one by which boxes are stored.
 inline void load_ordered(const TensorMap& map, void* destination, Barrier& barrier, u32 matrix,
                          u32 row, u32 column) {
   const std::array<u32, 4> first = {0, 0, row / 8, matrix};
