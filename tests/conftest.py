@@ -12,6 +12,7 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,16 @@ same time."""
 NICE = 5
 """Of a process whose tests may run beside those two groups: it has a third of their claim to a
 core. They wait for each other half of the time, and leave more than a core to the others."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiles_of_its_own() -> Iterator[None]:
+    """Dynamo counts what it compiles of a function, and gives the function up at a limit, for the
+    whole process: without this the tests of one file could use up the limit of another file's.
+    """
+    yield
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.reset()
 
 
 @functools.cache

@@ -185,6 +185,7 @@ def test_codes_that_the_caller_brings_are_sent_as_they_are(tmp_path: Path) -> No
             assert torch.equal(y, same)
 
 
+@pytest.mark.nightly
 def test_scales_that_lie_far_apart_are_applied_one_by_one(tmp_path: Path) -> None:
     """Of mxfp4 those of 128 columns are put into the codes, but for where one is too small for it:
     in some boxes of the first product, and in the second half of one of the second product."""

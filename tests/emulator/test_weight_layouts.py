@@ -135,7 +135,7 @@ def test_gradients_have_the_bits_of_the_plain_layout(
             # With transposed weights the depth of dX, and a thread's columns of h, are in another
             # order.
             if not (cfg.transposed and name in ("x", "topk_weights")):
-                assert torch.equal(ours[name], gradient), name
+                assert_same(cfg, ours[name], gradient, name)
 
 
 @pytest.mark.nightly

@@ -23,7 +23,6 @@ from moeos import MoEConfig, jit
 from moeos.kernel_shape import KernelShape
 from moeos.rates import H200_BLOCKS
 from tests.host.cli import commands
-from tests.nightly import all_but
 from tests.processes import ROOT
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="install the test extra for NVRTC")
@@ -99,8 +98,6 @@ KERNELS = [
         if (name, ranks) != LOSES
     ),
 ]
-IN_EVERY_RUN = [("gpt-oss in bf16", 1), ("torchtitan's qwen3", 1)]
-"""Operands of each kind: transposed, and with up rows that have maps of their own."""
 SECONDS = 1100
 """For all kernels; one takes 10 to 20 on a core of its own, and others may work beside them."""
 
@@ -161,7 +158,8 @@ def compiled(
         return dict(zip(kernels, made, strict=True))
 
 
-@pytest.mark.parametrize(("name", "ranks"), all_but(IN_EVERY_RUN, KERNELS))
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "ranks"), KERNELS)
 def test_the_kernel_neither_spills_nor_has_a_stack_frame(
     name: str, ranks: int, compiled: dict[tuple[str, int], Compiled]
 ) -> None:
