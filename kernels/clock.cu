@@ -2,9 +2,9 @@
 // A GPU's clock beside its host's: the host asks again and again what time it is, and the GPU
 // answers.
 //
-// One thread, launched by host/engines/cuda_clock.py. Knows nothing of layers.
-#include "runtime/base.hpp"
+// One thread, launched by host/moeos/engines/cuda/clock.py. Knows nothing of layers.
 #include "runtime/platform/cuda/platform.hpp"
+#include "runtime/words/base.hpp"
 
 namespace moeos {
 

@@ -24,11 +24,11 @@
 // be, in groups of kResultGroup. May not know: what is multiplied, and where weights lie.
 #pragma once
 
-#include "runtime/base.hpp"
+#include "runtime/words/base.hpp"
 
 namespace moeos {
 
-/// The enumerators are the values that the host passes; host/formats.py has the names.
+/// The enumerators are the values that the host passes; host/moeos/config/formats.py has the names.
 enum class WeightFormat : u32 {
   plain = 0,
   fp8_block128 = 1,

@@ -3,9 +3,9 @@
 // releases them, and a credit comes back by an atomic add. And a stream of stores, to be timed.
 //
 // The sender and the receiver of a link run at the same time, one block on each GPU. Launched by
-// host/cli/links.py; knows nothing of layers.
-#include "runtime/base.hpp"
+// host/moeos/cli/links.py; knows nothing of layers.
 #include "runtime/platform/cuda/platform.hpp"
+#include "runtime/words/base.hpp"
 
 namespace moeos {
 

@@ -2,13 +2,13 @@
 // Plan's rows for the host: the counts of any number of sources for each expert of a rank.
 //
 // `moeos plan` asks it what a call has to do, and tests whether everyone else plans the same
-// (tests/native/test_plan.cpp). May not know: registers, lanes, memory of a rank.
+// (tests/native/plan/test_plan.cpp). May not know: registers, lanes, memory of a rank.
 #pragma once
 
-#include "runtime/base.hpp"
-#include "runtime/geometry.hpp"
-#include "runtime/plan.hpp"
-#include "runtime/task.hpp"
+#include "runtime/plan/plan.hpp"
+#include "runtime/words/base.hpp"
+#include "runtime/words/geometry.hpp"
+#include "runtime/words/task.hpp"
 
 namespace moeos {
 

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the runtimes of all machines have in common, as a Python module: sizes of a layer, kinds,
-// and records. host/sizes.py gives the fields of Geometry and LayerShape by their names, and reads
-// what the runtime derives from them; host/records.py reads what lies where in a record.
+// and records. host/moeos/config/sizes.py gives the fields of Geometry and LayerShape by their
+// names, and reads what the runtime derives from them; host/moeos/config/records.py reads what lies
+// where in a record.
 //
 // May not know: the twin; the GPU's tiles.
 #include <nanobind/nanobind.h>
@@ -27,13 +28,13 @@
 
 #include "kernels/rows_in_table.hpp"
 #include "kernels/sizes.hpp"
-#include "runtime/layout.hpp"
-#include "runtime/memory.hpp"
-#include "runtime/os_memory.hpp"
-#include "runtime/records.hpp"
-#include "runtime/slices.hpp"
-#include "runtime/task.hpp"
-#include "runtime/watchdog.hpp"
+#include "runtime/memory/layout.hpp"
+#include "runtime/memory/memory.hpp"
+#include "runtime/memory/os_memory.hpp"
+#include "runtime/memory/records.hpp"
+#include "runtime/memory/slices.hpp"
+#include "runtime/memory/watchdog.hpp"
+#include "runtime/words/task.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -126,7 +127,7 @@ std::string text(const Activation& activation) {
 std::string text(const Geometry& geometry) {
   std::string all;
 #define FIELD(type, name) all += "." #name "=" + text(geometry.name) + ",";
-#include "runtime/geometry.def"
+#include "runtime/words/geometry.def"
   return all;
 }
 std::string text(const LayerShape& shape) {
@@ -210,7 +211,7 @@ Sizes make_sizes(const nb::typed<nb::dict, nb::str, nb::int_>& of_geometry,
   Sizes sizes{};
   Fields geometry(of_geometry);
 #define FIELD(type, name) geometry.take(#name, sizes.geometry.name);
-#include "runtime/geometry.def"
+#include "runtime/words/geometry.def"
   geometry.end();
   Fields shape(of_shape);
 #define FIELD(type, name) shape.take(#name, sizes.shape.name);
@@ -285,14 +286,14 @@ std::tuple<std::vector<std::vector<PlannedTile>>, u32, u32> plan_of(
 std::vector<std::string> task_kinds() {
   return {
 #define KIND(name) #name,
-#include "runtime/task_kinds.def"
+#include "runtime/words/task_kinds.def"
   };
 }
 
 std::vector<std::string> trace_kinds() {
   std::vector<std::string> kinds = task_kinds();
 #define KIND(name) kinds.emplace_back(#name);
-#include "runtime/trace_kinds.def"
+#include "runtime/record/trace_kinds.def"
   return kinds;
 }
 
@@ -329,7 +330,7 @@ std::pair<std::vector<Field>, u64> record(const std::string& wanted) {
 #define END_RECORD         \
   return {fields, kBytes}; \
   }
-#include "runtime/records.def"
+#include "runtime/memory/records.def"
   throw std::invalid_argument("no record is called " + wanted);
 }
 
@@ -368,11 +369,11 @@ NB_MODULE(_runtime, module) {
 
   nb::enum_<FailureKind>(module, "FailureKind", nb::is_arithmetic())
 #define KIND(name) .value(upper(#name).c_str(), FailureKind::name)
-#include "runtime/failure_kinds.def"
+#include "runtime/memory/failure_kinds.def"
       ;
 
   nb::class_<Failure>(module, "Failure",
-                      "What ended a call before its time; host/failure.py has the sentences.")
+                      "What ended a call; moeos.engines.failure has the sentences.")
       .def(nb::new_(&to_failure), "record"_a)
       .def_prop_ro("kind", [](const Failure& f) { return to_python(f.kind); })
       .def_prop_ro("actor", [](const Failure& f) { return to_python(f.actor); })
@@ -390,7 +391,7 @@ NB_MODULE(_runtime, module) {
       .def(nb::new_(&make_sizes), "geometry"_a, "shape"_a)
 #define FIELD(type, name) \
   .def_prop_ro(#name, [](const Sizes& s) { return to_python(s.geometry.name); })
-#include "runtime/geometry.def"
+#include "runtime/words/geometry.def"
       .def_prop_ro("geometry_text", [](const Sizes& s) { return text(s.geometry); })
       .def_prop_ro("shape_text", [](const Sizes& s) { return text(s.shape); })
       .def_prop_ro("heap_bytes", [](const Sizes& s) { return Layout(s.geometry).bytes(); })

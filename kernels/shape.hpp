@@ -2,12 +2,12 @@
 // What a layer computes, as opposed to how its rows travel: the numbers that only kernels/ may
 // know. Its numbers are in shape.def and activation.def.
 //
-// The enumerators are the values that the host passes; host/config.py and host/activations.py have
-// the names.
+// The enumerators are the values that the host passes; host/moeos/config/config.py and
+// host/moeos/config/activations.py have the names.
 #pragma once
 
 #include "kernels/formats.hpp"
-#include "runtime/base.hpp"
+#include "runtime/words/base.hpp"
 
 namespace moeos {
 
@@ -16,8 +16,9 @@ inline constexpr float kInfinity = __builtin_bit_cast(float, 0x7F800000U);
 
 /// Functions of one number z: z sigmoid(alpha z), GELU, GELU with tanh, max(z, 0), its square, z.
 enum class Curve : u32 { swish = 0, gelu = 1, gelu_tanh = 2, relu = 3, relu2 = 4, identity = 5 };
-/// What is computed between the two GEMMs; host/activations.py has the numbers of those in use. Of
-/// one number: its curve. Gated, of two: curve(gate) * (up + up_offset), with both clamped.
+/// What is computed between the two GEMMs; host/moeos/config/activations.py has the numbers of
+/// those in use. Of one number: its curve. Gated, of two: curve(gate) * (up + up_offset), with both
+/// clamped.
 struct Activation {
 #define FIELD(type, name) type name;
 #include "kernels/activation.def"

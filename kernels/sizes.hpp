@@ -5,7 +5,7 @@
 #pragma once
 
 #include "kernels/shape.hpp"
-#include "runtime/geometry.hpp"
+#include "runtime/words/geometry.hpp"
 
 namespace moeos {
 

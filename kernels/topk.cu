@@ -7,9 +7,9 @@
 // logits both fit 32 bits, of fp32 ones 64.
 //
 // MOEOS_TYPE: 0 fp32, 1 bfloat16, 2 float16. MOEOS_KEPT: keys that a lane keeps, a power of two.
-// Launched by host/topk_kernel.py. Knows nothing of layers.
-#include "kernels/sm90/element.cuh"
-#include "runtime/base.hpp"
+// Launched by host/moeos/engines/cuda/topk.py. Knows nothing of layers.
+#include "kernels/sm90/ptx/element.cuh"
+#include "runtime/words/base.hpp"
 
 namespace moeos::topk {
 
@@ -48,7 +48,7 @@ inline constexpr Bits kSign = static_cast<Bits>(1U << (kBits - 1));
 inline constexpr Bits kAll = static_cast<Bits>(~0U);
 static_assert(sizeof(Key) == 2 * sizeof(Bits) && (kKept & (kKept - 1)) == 0);
 
-/// What weights are shares of; numbered as in host/topk_kernel.py.
+/// What weights are shares of; numbered as in host/moeos/engines/cuda/topk.py.
 enum class Softmax : u32 { none, all, chosen };
 
 /// Greater for what is chosen first: NaN, then the numbers, with -0 as 0, and of equals the first.

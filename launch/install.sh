@@ -18,7 +18,7 @@ fingerprint() {
   (
     cd "$root"
     "$venv/bin/python" --version
-    find pyproject.toml CMakeLists.txt runtime kernels host launch/moeos_command.py -type f \
+    find pyproject.toml CMakeLists.txt runtime kernels host -type f \
       -not -path '*/__pycache__/*' -not -path '*/.*_cache/*' -not -name '*.so' -print0 |
       LC_ALL=C sort -z | xargs -0 sha256sum
   ) | sha256sum | cut -d' ' -f1

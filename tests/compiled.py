@@ -14,7 +14,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from moeos import kernel_cache
+from moeos.compile import kernel_cache
 from tests.processes import ROOT
 
 KEPT = ROOT / "build" / "tests"

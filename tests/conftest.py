@@ -44,10 +44,10 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 PROGRAMS = (
     "gpu",
     "launch",
-    "host/bench/gpu/test_benchmark.py",
-    "host/bench/studies/evaluate",
-    "host/bench/studies/straggler",
-    "host/bench/twin/test_benchmark.py",
+    "bench/gpu/test_benchmark.py",
+    "bench/studies/evaluate",
+    "bench/studies/straggler",
+    "bench/twin/test_benchmark.py",
     "host/cli/test_doctor.py",
     "host/cli/test_run.py",
     "host/cli/test_trace.py",
@@ -56,32 +56,32 @@ PROGRAMS = (
 group."""
 
 ONE_BY_ONE = (
-    "host/test_bootstrap.py",
-    "host/test_control.py",
-    "host/test_counters.py",
-    "host/test_faults.py",
-    "host/test_heap.py",
-    "host/test_layer_epochs.py",
-    "host/test_layer_failure.py",
-    "host/test_layer_inputs.py",
-    "host/test_layer_properties.py",
-    "host/test_signals.py",
-    "host/test_tracing.py",
-    "host/test_virtual.py",
-    "host/test_virtual_tsan.py",
-    "host/test_world.py",
+    "host/world/test_bootstrap.py",
+    "host/world/test_control.py",
+    "host/engines/test_counters.py",
+    "host/world/test_faults.py",
+    "host/world/test_heap.py",
+    "host/layer/test_layer_epochs.py",
+    "host/layer/test_layer_failure.py",
+    "host/layer/test_layer_inputs.py",
+    "host/layer/test_layer_properties.py",
+    "host/world/test_signals.py",
+    "host/world/test_tracing.py",
+    "host/world/test_virtual.py",
+    "host/world/test_virtual_tsan.py",
+    "host/world/test_world.py",
 )
 """The same of tests with ranks that wait for each other by the clock: one group."""
 
 LONG = (
     "emulator",
     "native",
-    "host/test_jit.py",
-    "host/test_explore.py",
+    "host/compile/test_jit.py",
+    "host/engines/test_explore.py",
     "model",
     "integrations",
-    "host/test_custom_op.py",
-    "host/test_gradient_operators.py",
+    "host/call/test_custom_op.py",
+    "host/call/test_gradient_operators.py",
 )
 """Those that take longest of the others, which come first, so that the processes end at about the
 same time."""

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from moeos import cuda_driver, device_heap
+from moeos.engines.cuda import device_heap
+from moeos.engines.cuda import driver as cuda_driver
 
 GRANULE = 1 << 16
 

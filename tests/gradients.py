@@ -9,9 +9,11 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from moeos import MoEConfig, MoELayer, Placement, TwinOptions, World, reference, virtual
-from moeos.placement import experts_of
-from moeos.slicing import WHOLE, Slicing
+from moeos import MoEConfig, MoELayer, Placement, TwinOptions, World
+from moeos.config import reference
+from moeos.partition.placement import experts_of
+from moeos.partition.slicing import WHOLE, Slicing
+from moeos.world import virtual
 from tests.layers import Call, Weights
 from tests.layers import expected_of as weights_of
 

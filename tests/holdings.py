@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from moeos import World
-from moeos.call_gate import CallGate
+from moeos.system.call_gate import CallGate
 
 
 class Held:

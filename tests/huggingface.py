@@ -36,7 +36,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from moeos.config import MoEConfig
+from moeos.config.config import MoEConfig
 
 MODULE_PREFIX = "model.layers.0.mlp."
 

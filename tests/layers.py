@@ -15,12 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeos import MoEConfig, MoELayer, Placement, Workspace, World, call_checks, reference
-from moeos.call_checks import Expected
-from moeos.formats import TOKEN_GROUP, WeightFormat, dequantize, quantize_matrix, quantize_rows
-from moeos.policies import Layout, Reduce
-from moeos.slicing import Output, Parallel, Slicing
-from moeos.state_names import state_name
+from moeos import MoEConfig, MoELayer, Placement, Workspace, World
+from moeos.call import call_checks
+from moeos.call.call_checks import Expected
+from moeos.checkpoints.state_names import state_name
+from moeos.config import reference
+from moeos.config.formats import (
+    TOKEN_GROUP,
+    WeightFormat,
+    dequantize,
+    quantize_matrix,
+    quantize_rows,
+)
+from moeos.partition.policies import Layout, Reduce
+from moeos.partition.slicing import Output, Parallel, Slicing
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
 """The largest relative Frobenius error of one rank's output of one call."""

@@ -25,7 +25,7 @@ import torch.distributed
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
-MOEOS = "from moeos_command import main; main()"
+MOEOS = "from moeos.cli.start import main; main()"
 """A program that is the command `moeos`, with the arguments that it is given."""
 
 _FIRST_PORT, _END_PORT, _PORTS = 20000, 32000, 50

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Planted faults: each that the source has is noticed by some test, and each that a test plants is
-in the source (runtime/planted.hpp)."""
+in the source (runtime/words/planted.hpp)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.processes import ROOT
 
 SUFFIXES = {".hpp", ".cuh", ".cu", ".cpp"}
 POINT = re.compile(r"\bMOEOS_PLANTED\((\w+)\)")
-DEFINITION = Path("runtime/planted.hpp")
+DEFINITION = Path("runtime/words/planted.hpp")
 
 
 def sources() -> Iterator[Path]:
@@ -40,7 +40,7 @@ def test_every_planted_fault_has_one_place_and_one_test() -> None:
 
 def test_only_tests_are_compiled_with_planted_faults() -> None:
     """Everywhere else a point is the word `false`."""
-    built_by = ("CMakeLists.txt", "pyproject.toml", "host/jit.py")
+    built_by = ("CMakeLists.txt", "pyproject.toml", "host/moeos/compile/jit.py")
     assert all("MOEOS_PLANT" not in (ROOT / path).read_text() for path in built_by)
     found = [path for path in sources() if re.search(r"\bMOEOS_PLANTS\b", path.read_text())]
     assert not found

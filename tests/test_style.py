@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The house's style: ruff, mypy in strict mode on the package, and clang-format on all C++."""
+"""The house's style: ruff, mypy in strict mode, the floors of imports, clang-format on all C++."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,14 +11,15 @@ import pytest
 from tests.nightly import all_but
 from tests.processes import BIN, ROOT
 
-PYTHON = ["host", "launch", "tests"]
+PYTHON = ["host", "bench", "examples", "tests"]
 CPP = ["runtime", "kernels", "tests"]
 CPP_SUFFIXES = {".hpp", ".cpp", ".cu", ".cuh"}
 
 
-def complaints(*command: str | Path, cwd: Path = ROOT) -> str:
+def complaints(*command: str | Path, cwd: Path = ROOT, **variables: str) -> str:
     """What a checker has to say; nothing when it is content."""
-    ended = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    env = {**os.environ, **variables}
+    ended = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
     return "" if ended.returncode == 0 else ended.stdout + ended.stderr
 
 
@@ -58,10 +60,17 @@ follow_imports = "skip"
 def test_mypy_in_strict_mode_is_content_with_the_package(further: str, tmp_path: Path) -> None:
     settings = tmp_path / "pyproject.toml"
     settings.write_text((ROOT / "pyproject.toml").read_text() + further)
-    (tmp_path / "moeos").symlink_to(ROOT / "host", target_is_directory=True)
     options = ["--config-file", settings, "--cache-dir", ROOT / ".mypy_cache"]
-    command = [sys.executable, "-m", "mypy", *options, "-p", "moeos"]
-    assert complaints(*command, cwd=tmp_path) == ""
+    packages = [word for name in ("moeos", "bench", "examples") for word in ("-p", name)]
+    command = [sys.executable, "-m", "mypy", *options, *packages]
+    assert complaints(*command, MYPYPATH=f"{ROOT / 'host'}:{ROOT}", cwd=tmp_path) == ""
+
+
+def test_rooms_import_what_stands_below_them_and_no_modules_import_each_other() -> None:
+    """The floors are in pyproject.toml."""
+    assert (
+        complaints(BIN / "lint-imports", "--no-cache", PYTHONPATH=f"{ROOT / 'host'}:{ROOT}") == ""
+    )
 
 
 def test_clang_format_is_content() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny random model of each family of `moeos.checkpoints.families`, by transformers' own code.
+"""A tiny random model of each family of `moeos.config.hf.families`, by transformers' own code.
 
 Each row builds a model of one layer, or of as many as its family needs to have a layer with
 experts. A test compares its block with the layer that `from_hf` makes of its config and its
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from moeos import MoEConfig
-from moeos.checkpoints.families import FAMILIES
+from moeos.config.hf.families import FAMILIES
 from tests.huggingface import _SMALL_ATTENTION, _SMALL_MODEL
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 64, 96, 16, 4

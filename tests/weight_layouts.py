@@ -14,8 +14,9 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from moeos import MoEConfig, reference
-from moeos.config import GateUp
+from moeos import MoEConfig
+from moeos.config import reference
+from moeos.config.config import GateUp
 from tests.layers import Weights
 
 LAYOUTS: tuple[tuple[GateUp, bool], ...] = tuple(

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernels of a call of gradients: the call, which is one of the same device OS with other rows
 // and products, and the gradients of weights behind it.
-#include "kernels/sm90/gradient_operands.cuh"
 #include "kernels/sm90/gradient_tile.cuh"
+#include "kernels/sm90/operands/gradient_operands.cuh"
 // It takes load_tile and compute_tile from those above.
 #include "kernels/sm90/call.cuh"
 #include "kernels/sm90/weight_gradients.cuh"

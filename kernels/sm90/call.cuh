@@ -7,20 +7,20 @@
 // what its products are: prefetch_maps, load_tile, compute_tile. May not know: what is multiplied.
 #pragma once
 
-#include "kernels/sm90/arguments.cuh"
-#include "kernels/sm90/block.cuh"
-#include "kernels/sm90/combine.cuh"
-#include "kernels/sm90/courier.cuh"
-#include "kernels/sm90/host_failure.cuh"
+#include "kernels/sm90/block/arguments.cuh"
+#include "kernels/sm90/block/block.cuh"
+#include "kernels/sm90/block/host_failure.cuh"
+#include "kernels/sm90/block/token_count.cuh"
+#include "kernels/sm90/combine/combine.cuh"
+#include "kernels/sm90/epilogue/sinks.cuh"
+#include "kernels/sm90/move/courier.cuh"
 #include "kernels/sm90/ptx/code.cuh"
-#include "kernels/sm90/route.cuh"
-#include "kernels/sm90/sinks.cuh"
-#include "kernels/sm90/token_count.cuh"
-#include "runtime/attendance.hpp"
-#include "runtime/os.hpp"
-#include "runtime/planted.hpp"
-#include "runtime/processor.hpp"
-#include "runtime/trace.hpp"
+#include "kernels/sm90/route/route.cuh"
+#include "runtime/actors/os.hpp"
+#include "runtime/actors/processor.hpp"
+#include "runtime/health/attendance.hpp"
+#include "runtime/record/trace.hpp"
+#include "runtime/words/planted.hpp"
 
 namespace moeos::sm90 {
 

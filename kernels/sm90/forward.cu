@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernel of a forward call. call.cuh says what its blocks do, products.cuh what they multiply.
-#include "kernels/sm90/operands.cuh"
+#include "kernels/sm90/operands/operands.cuh"
 #include "kernels/sm90/tile.cuh"
 // It takes load_tile and compute_tile from those above.
 #include "kernels/sm90/call.cuh"

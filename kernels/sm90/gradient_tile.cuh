@@ -8,15 +8,15 @@
 // gradient behind each. May not know: where operands come from.
 #pragma once
 
-#include "kernels/sm90/accumulators.cuh"
-#include "kernels/sm90/derivative.cuh"
-#include "kernels/sm90/exchange.cuh"
-#include "kernels/sm90/gradient_operands.cuh"
-#include "kernels/sm90/mainloop.cuh"
+#include "kernels/sm90/block/accumulators.cuh"
+#include "kernels/sm90/block/saved_rows.cuh"
+#include "kernels/sm90/epilogue/derivative.cuh"
+#include "kernels/sm90/epilogue/exchange.cuh"
+#include "kernels/sm90/epilogue/sinks.cuh"
+#include "kernels/sm90/mainloop/mainloop.cuh"
+#include "kernels/sm90/operands/gradient_operands.cuh"
 #include "kernels/sm90/ptx/code.cuh"
 #include "kernels/sm90/ptx/load.cuh"
-#include "kernels/sm90/saved_rows.cuh"
-#include "kernels/sm90/sinks.cuh"
 
 namespace moeos::sm90 {
 

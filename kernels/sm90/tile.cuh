@@ -4,16 +4,16 @@
 // products.cuh says what is multiplied. May not know: where operands come from; who runs it.
 #pragma once
 
-#include "kernels/sm90/block.cuh"
-#include "kernels/sm90/coded_products.cuh"
-#include "kernels/sm90/epilogue.cuh"
-#include "kernels/sm90/gathered_rows.cuh"
-#include "kernels/sm90/mainloop.cuh"
-#include "kernels/sm90/products.cuh"
-#include "kernels/sm90/stored_weights.cuh"
-#include "kernels/sm90/token_columns.cuh"
-#include "kernels/sm90/weights_in_registers.cuh"
-#include "runtime/planted.hpp"
+#include "kernels/sm90/block/block.cuh"
+#include "kernels/sm90/block/products.cuh"
+#include "kernels/sm90/epilogue/epilogue.cuh"
+#include "kernels/sm90/mainloop/coded_products.cuh"
+#include "kernels/sm90/mainloop/mainloop.cuh"
+#include "kernels/sm90/mainloop/token_columns.cuh"
+#include "kernels/sm90/mainloop/weights_in_registers.cuh"
+#include "kernels/sm90/operands/gathered_rows.cuh"
+#include "kernels/sm90/operands/stored_weights.cuh"
+#include "runtime/words/planted.hpp"
 
 namespace moeos::sm90 {
 

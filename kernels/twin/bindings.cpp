@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The twin as a Python module: one rank of a layer (for host/engines/twin.py), and runs in an order
-// that a seed decides (for host/explore.py). Sizes of a layer are those of
-// kernels/runtime_module.cpp.
+// The twin as a Python module: one rank of a layer (for host/moeos/engines/twin/engine.py), and
+// runs in an order that a seed decides (for host/moeos/engines/explore.py). Sizes of a layer are
+// those of kernels/runtime_module.cpp.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -20,7 +20,7 @@
 #include "kernels/twin/explore/explore.hpp"
 #include "kernels/twin/forward.hpp"
 #include "kernels/twin/gradient_rows.hpp"
-#include "runtime/layout.hpp"
+#include "runtime/memory/layout.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -105,7 +105,8 @@ std::vector<u8*> to_pointers(const std::vector<std::uintptr_t>& addresses) {
   return pointers;
 }
 
-/// What a layer noted of its last call: tallies, the call's record, the peers' (host/counters.py).
+/// What a layer noted of its last call: tallies, the call's record, the peers'
+/// (host/moeos/engines/counters.py).
 nb::tuple counters_of(const TwinRecords& records) {
   const RankMemory memory = records.memory();
   const Geometry& geometry = records.geometry();

@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include "runtime/base.hpp"
+#include "runtime/words/base.hpp"
 
 namespace moeos::twin {
 

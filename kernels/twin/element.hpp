@@ -6,7 +6,7 @@
 
 #include "kernels/formats.hpp"
 #include "kernels/twin/gemm.hpp"
-#include "runtime/base.hpp"
+#include "runtime/words/base.hpp"
 
 namespace moeos::twin {
 

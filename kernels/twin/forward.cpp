@@ -14,8 +14,8 @@
 #include "kernels/twin/gradients.hpp"
 #include "kernels/twin/kernels.hpp"
 #include "kernels/twin/weight_gradients.hpp"
-#include "runtime/os.hpp"
-#include "runtime/warp_processor.hpp"
+#include "runtime/actors/os.hpp"
+#include "runtime/actors/warp_processor.hpp"
 
 namespace moeos::twin {
 

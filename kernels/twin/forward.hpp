@@ -17,10 +17,10 @@
 #include "kernels/twin/crew.hpp"
 #include "kernels/twin/gradient_rows.hpp"
 #include "kernels/twin/operands.hpp"
-#include "runtime/geometry.hpp"
-#include "runtime/memory.hpp"
+#include "runtime/memory/memory.hpp"
+#include "runtime/memory/rank.hpp"
 #include "runtime/platform/twin/platform.hpp"
-#include "runtime/rank.hpp"
+#include "runtime/words/geometry.hpp"
 
 namespace moeos::twin {
 

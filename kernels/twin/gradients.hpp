@@ -10,9 +10,9 @@
 // does that. Where experts are sliced, a token's sums are added up over slices as its outputs are,
 // and each slice gets them: fp32 in rows that are long enough, so they are rounded once.
 //
-// Satisfies runtime/warp_processor.hpp's Kernels. The gradients of weights come behind the call
-// (weight_gradients.hpp): the first product keeps what they need. May not know: queues, flags, when
-// a task runs.
+// Satisfies runtime/actors/warp_processor.hpp's Kernels. The gradients of weights come behind the
+// call (weight_gradients.hpp): the first product keeps what they need. May not know: queues, flags,
+// when a task runs.
 #pragma once
 
 #include <cstring>
@@ -26,12 +26,12 @@
 #include "kernels/twin/operands.hpp"
 #include "kernels/twin/route.hpp"
 #include "kernels/twin/saved_rows.hpp"
-#include "runtime/packet.hpp"
+#include "runtime/memory/rank.hpp"
+#include "runtime/memory/routing_map.hpp"
+#include "runtime/memory/slices.hpp"
 #include "runtime/platform/twin/platform.hpp"
-#include "runtime/rank.hpp"
-#include "runtime/routing_map.hpp"
-#include "runtime/slices.hpp"
-#include "runtime/task.hpp"
+#include "runtime/rows/packet.hpp"
+#include "runtime/words/task.hpp"
 
 namespace moeos::twin {
 

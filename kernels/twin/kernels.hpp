@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a twin processor computes: the six tasks on one thread.
 //
-// Satisfies runtime/warp_processor.hpp's Kernels. May not know: queues, flags, when a task runs.
+// Satisfies runtime/actors/warp_processor.hpp's Kernels. May not know: queues, flags, when a task
+// runs.
 #pragma once
 
 #include <cmath>
@@ -16,14 +17,14 @@
 #include "kernels/twin/operands.hpp"
 #include "kernels/twin/route.hpp"
 #include "kernels/twin/saved_rows.hpp"
-#include "runtime/counted_rows.hpp"
-#include "runtime/packet.hpp"
+#include "runtime/memory/rank.hpp"
+#include "runtime/memory/routing_map.hpp"
+#include "runtime/memory/slices.hpp"
+#include "runtime/plan/counted_rows.hpp"
 #include "runtime/platform/twin/platform.hpp"
-#include "runtime/rank.hpp"
-#include "runtime/routing_map.hpp"
-#include "runtime/row_tasks.hpp"
-#include "runtime/slices.hpp"
-#include "runtime/task.hpp"
+#include "runtime/rows/packet.hpp"
+#include "runtime/rows/row_tasks.hpp"
+#include "runtime/words/task.hpp"
 
 namespace moeos::twin {
 

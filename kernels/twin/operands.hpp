@@ -9,7 +9,7 @@
 #include "kernels/shape.hpp"
 #include "kernels/twin/element.hpp"
 #include "kernels/twin/gemm.hpp"
-#include "runtime/geometry.hpp"
+#include "runtime/words/geometry.hpp"
 
 namespace moeos::twin {
 

@@ -13,9 +13,9 @@
 
 #include "kernels/shape.hpp"
 #include "kernels/twin/operands.hpp"
-#include "runtime/geometry.hpp"
-#include "runtime/memory.hpp"
-#include "runtime/placement.hpp"
+#include "runtime/memory/memory.hpp"
+#include "runtime/memory/placement.hpp"
+#include "runtime/words/geometry.hpp"
 
 namespace moeos::twin {
 

@@ -9,10 +9,10 @@
 #include "kernels/shape.hpp"
 #include "kernels/twin/element.hpp"
 #include "kernels/twin/operands.hpp"
-#include "runtime/packet.hpp"
+#include "runtime/memory/rank.hpp"
 #include "runtime/platform/twin/platform.hpp"
-#include "runtime/rank.hpp"
-#include "runtime/task.hpp"
+#include "runtime/rows/packet.hpp"
+#include "runtime/words/task.hpp"
 
 namespace moeos::twin {
 

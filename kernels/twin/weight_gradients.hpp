@@ -19,8 +19,8 @@
 #include "kernels/twin/gradient_rows.hpp"
 #include "kernels/twin/matrices.hpp"
 #include "kernels/twin/operands.hpp"
+#include "runtime/memory/rank.hpp"
 #include "runtime/platform/twin/platform.hpp"
-#include "runtime/rank.hpp"
 
 namespace moeos::twin {
 

@@ -16,7 +16,7 @@
 // pass through acquire_fence and relay_fence, behind which each has what any of them has acquired.
 #pragma once
 
-#include "runtime/base.hpp"
+#include "runtime/words/base.hpp"
 
 namespace moeos {
 

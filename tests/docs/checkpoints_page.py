@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from moeos.checkpoints.families import FAMILIES, Family
 from moeos.checkpoints.formats import FORMATS
-from moeos.checkpoints.layouts import LAYOUTS, Layout
+from moeos.config.hf.families import FAMILIES, Family
+from moeos.config.hf.layouts import LAYOUTS, Layout
 from tests.processes import ROOT
 
 PAGE = ROOT / "docs" / "checkpoints.md"

@@ -20,7 +20,7 @@ import torch
 
 import moeos
 from moeos.engines.base import CallStats
-from moeos.tracing import RankTrace
+from moeos.world.tracing import RankTrace
 from tests.processes import ROOT
 
 PAGE = ROOT / "docs" / "api.md"
@@ -36,30 +36,30 @@ HEAD = (
 """The paragraphs that begin the page."""
 
 NOT_FOR_CALLERS = {
-    "moeos.experts.Experts.agreed": "a MoELayer makes its own",
-    "moeos.layer.MoELayer.set_matrix": "what a layer draws, and quantize makes",
-    "moeos.experts.Caller": "how a MoELayer calls its experts",
-    "moeos.experts.Experts.place": "MoELayer.replace has moved the weights",
-    "moeos.experts.Experts.settle": "MoELayer.replace waits",
-    "moeos.experts.Experts.run": "a MoELayer calls its experts",
-    "moeos.experts.Experts.own_rows": "calls return them",
-    "moeos.faults.LayerFaults": "what an engine makes of a plan",
-    "moeos.faults.plan_of": "how init and virtual.run find a world's plan",
-    "moeos.faults.FaultPlan.check_ranks": "init and virtual.run check the plan that they are given",
-    "moeos.faults.StartDelay.draw": "LayerFaults draws",
-    "moeos.layer.MoELayer.extra_repr": "torch.nn.Module prints with it",
-    "moeos.placement.Placement.digest": "ranks compare it",
-    "moeos.placement.Placement.require_fits": "ranks check it when they make a layer",
-    "moeos.placement.Placement.table": "an engine gives it to the runtime",
-    "moeos.reference.activate": "adapters compare other libraries' activations with it",
-    "moeos.world.TwinOptions.processors_for": "a World divides its host's cores",
-    "moeos.world.World.allocate_heap": "an engine's memory",
-    "moeos.world.World.note_workspace": "a Workspace is numbered",
-    "moeos.world.World.release": "a closed Workspace gives its memory back",
-    "moeos.world.World.interrupt": "virtual.run ends its ranks with it",
-    "moeos.world.World.number_layer": "an engine asks which faults are its own",
-    "moeos.world.World.require_open": "engines check it",
-    "moeos.world.World.require_trace": "engines check it",
+    "moeos.layer.experts.Experts.agreed": "a MoELayer makes its own",
+    "moeos.layer.layer.MoELayer.set_matrix": "what a layer draws, and quantize makes",
+    "moeos.layer.experts.Caller": "how a MoELayer calls its experts",
+    "moeos.layer.experts.Experts.place": "MoELayer.replace has moved the weights",
+    "moeos.layer.experts.Experts.settle": "MoELayer.replace waits",
+    "moeos.layer.experts.Experts.run": "a MoELayer calls its experts",
+    "moeos.layer.experts.Experts.own_rows": "calls return them",
+    "moeos.world.faults.LayerFaults": "what an engine makes of a plan",
+    "moeos.world.faults.plan_of": "how init and virtual.run find a world's plan",
+    "moeos.world.faults.FaultPlan.check_ranks": "init and virtual.run check their plan",
+    "moeos.world.faults.StartDelay.draw": "LayerFaults draws",
+    "moeos.layer.layer.MoELayer.extra_repr": "torch.nn.Module prints with it",
+    "moeos.partition.placement.Placement.digest": "ranks compare it",
+    "moeos.partition.placement.Placement.require_fits": "ranks check it when they make a layer",
+    "moeos.partition.placement.Placement.table": "an engine gives it to the runtime",
+    "moeos.config.reference.activate": "adapters compare other libraries' activations with it",
+    "moeos.world.world.TwinOptions.processors_for": "a World divides its host's cores",
+    "moeos.world.world.World.allocate_heap": "an engine's memory",
+    "moeos.world.world.World.note_workspace": "a Workspace is numbered",
+    "moeos.world.world.World.release": "a closed Workspace gives its memory back",
+    "moeos.world.world.World.interrupt": "virtual.run ends its ranks with it",
+    "moeos.world.world.World.number_layer": "an engine asks which faults are its own",
+    "moeos.world.world.World.require_open": "engines check it",
+    "moeos.world.world.World.require_trace": "engines check it",
 }
 """What has no underscore because other files of the package use it, and which of them do; it is
 not on the page."""
@@ -140,25 +140,25 @@ def subjects() -> list[Subject]:
             "Virtual ranks",
             "Several ranks as threads of one process, for tests; results are those of one process "
             "a rank.",
-            public_of(moeos.virtual),
+            public_of(moeos.world.virtual),
         ),
         Subject(
             "The reference",
             "The layer in float64 and plain PyTorch, without ranks: it sees the tokens of one rank "
             "and the weights of all experts. It runs on the device of its arguments and can be "
             "differentiated.",
-            public_of(moeos.reference),
+            public_of(moeos.config.reference),
         ),
         Subject(
             "Faults",
             "What ranks of a running world do wrong, and at which of their calls: a `FaultPlan` "
             "is given to `init` or `virtual.run`, or lies in the TOML file that the environment "
             'variable MOEOS_FAULTS names ([failure.md](failure.md), "Faults on demand").',
-            public_of(moeos.faults),
+            public_of(moeos.world.faults),
         ),
         Subject(
             "Traces",
-            "What `MoELayer.trace` returns. `OS_ACTORS` and `EVENT` are in `moeos.tracing`; "
+            "What `MoELayer.trace` returns. `OS_ACTORS` and `EVENT` are in `moeos.world.tracing`; "
             "[tracing.md](tracing.md) reads a trace.",
             [Entry("RankTrace", RankTrace)],
         ),
@@ -179,7 +179,7 @@ def page() -> str:
 def public_of(module: ModuleType) -> list[Entry]:
     """The classes and functions that a module defines for callers, or lists, in its order."""
     return [
-        Entry(f"{module.__name__.removeprefix('moeos.')}.{name}", value)
+        Entry(f"{module.__name__.rpartition('.')[2]}.{name}", value)
         for name, value in vars(module).items()
         if (inspect.isclass(value) or inspect.isfunction(value))
         and (value.__module__ == module.__name__ or name in getattr(module, "__all__", ()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 
-from moeos.checkpoints.families import FAMILIES
+from moeos.config.hf.families import FAMILIES
 from tests.docs import checkpoints_page
 
 PAGE = checkpoints_page.PAGE.read_text(encoding="utf-8")

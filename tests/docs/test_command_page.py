@@ -7,8 +7,8 @@ import dataclasses
 import re
 
 from moeos.cli.app import app
-from moeos.commands import failures
-from moeos.commands.settings import RunSettings
+from moeos.cli.shared import failures
+from moeos.cli.shared.settings import RunSettings
 from tests.processes import ROOT
 
 PAGE = (ROOT / "docs" / "command.md").read_text(encoding="utf-8")

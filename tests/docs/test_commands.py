@@ -49,7 +49,7 @@ EXCUSED = {
     "--enable-expert-parallel": "needs vLLM, a model and GPUs",
     "./launch/demo": "installs, and starts mpirun",
     "./launch/test": "installs, and runs all tests",
-    "launch/test tests/host/test_layer.py -k 'test_activations and relu' "
+    "launch/test tests/host/layer/test_layer.py -k 'test_activations and relu' "
     "--numprocesses 0": "installs, and runs tests",
     "launch/train": "installs, and takes a minute: tests/launch/test_train.py trains",
     "RANKS=2 LAUNCHER=torchrun launch/train --steps 60 --save build/run": "installs",
@@ -64,7 +64,7 @@ EXCUSED = {
     "mkdir -p results/evaluation": "makes room for the results of the next",
     "RANKS=4 launch/evaluate --out results/evaluation/evaluation-cuda-4.json": "installs, "
     "and needs GPUs",
-    "python -m moeos.bench.report results/evaluation/evaluation-cuda-4.json "
+    "python -m bench.report results/evaluation/evaluation-cuda-4.json "
     "--document docs/evaluation.md": "needs the results of GPUs",
     "pip install '.[cuda]'": "installs, for a GPU",
     "mpirun -n 4 python -m tests.gpu.multi": "needs four GPUs",

@@ -35,7 +35,13 @@ def test_every_exported_name_is_on_the_page(name: str) -> None:
 def test_what_the_page_leaves_out_is_there_and_has_no_underscore() -> None:
     defined = {
         reference_page.full_name(value)
-        for module in (moeos.experts, moeos.faults, moeos.layer, moeos.reference, moeos.world)
+        for module in (
+            moeos.layer.experts,
+            moeos.faults,
+            moeos.layer.layer,
+            moeos.reference,
+            moeos.world.world,
+        )
         for owner in (module, *(v for v in vars(module).values() if inspect.isclass(v)))
         for name, value in vars(owner).items()
         if not name.startswith("_")

@@ -13,7 +13,7 @@
 #else
 #include "kernels/sm90/forward.cu"
 #endif
-#include "runtime/planted.hpp"
+#include "runtime/words/planted.hpp"
 #include "tests/emulator/gpu.hpp"
 
 namespace {

@@ -21,12 +21,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moeos import MoEConfig, Placement, _runtime, jit
-from moeos.counters import CallStats
-from moeos.engines import cuda_gradients, cuda_records
-from moeos.kernel_shape import KernelShape
-from moeos.shared_heap import SharedHeap
-from moeos.slicing import WHOLE, Slicing
+from moeos import MoEConfig, Placement, _runtime
+from moeos.compile import jit
+from moeos.compile.kernel_shape import KernelShape
+from moeos.engines.counters import CallStats
+from moeos.engines.cuda import gradients as cuda_gradients
+from moeos.engines.cuda import records as cuda_records
+from moeos.engines.shared_heap import SharedHeap
+from moeos.partition.slicing import WHOLE, Slicing
 from tests.compiled import PARTS, keep
 from tests.layers import (
     Call,
@@ -207,7 +209,7 @@ class EmulatedLayer:
 
     Attributes:
         any_ids: of its calls, see `moeos.engines.base.CallTensors`.
-        leaves_partials: whether its calls leave partial sums, see runtime/call.hpp.
+        leaves_partials: whether its calls leave partial sums, see runtime/words/call.hpp.
         saved: of each rank, the rows that its kernel saves or finds saved; None of one that does
             neither.
         saved_of_source: rows of each source among them.

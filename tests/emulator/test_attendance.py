@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from moeos import reference
 from moeos._runtime import FailureKind
+from moeos.config import reference
 from tests.emulator.emulated import EmulatedLayer, build
 from tests.layers import Call, Weights, config, draw_call, draw_weights
 from tests.nightly import all_but

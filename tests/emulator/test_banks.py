@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from moeos import MoEConfig, reference
+from moeos import MoEConfig
+from moeos.config import reference
 from tests.emulator.emulated import EmulatedLayer, build
 from tests.layers import (
     TOLERANCE,

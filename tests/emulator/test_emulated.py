@@ -16,9 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from moeos import MoEConfig, kernel_shape, reference
+from moeos import MoEConfig
 from moeos._runtime import FailureKind
-from moeos.faults import Fault, FaultPlan, LayerFaults, SlowLink, SlowProcessor
+from moeos.compile import kernel_shape
+from moeos.config import reference
+from moeos.world.faults import Fault, FaultPlan, LayerFaults, SlowLink, SlowProcessor
 from tests.emulator.emulated import (
     DEADLINE_NS,
     TICK_NS,
@@ -509,8 +511,8 @@ def test_the_kernel_with_faults_is_late_or_stands_still_as_it_is_told(tmp_path: 
 
 @dataclasses.dataclass(frozen=True)
 class Planted:
-    """The layer that must notice a fault (runtime/planted.hpp) in so many calls, and what is said
-    of it; `starved`: a warp that is given no turn for a while."""
+    """The layer that must notice a fault (runtime/words/planted.hpp) in so many calls, and what is
+    said of it; `starved`: a warp that is given no turn for a while."""
 
     layer: str
     seeds: int

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from moeos import reference
 from moeos.checkpoints import load_block
+from moeos.config import reference
 from tests.emulator.emulated import EmulatedLayer, build
-from tests.host.test_checkpoint_families import sure
+from tests.host.checkpoints.test_checkpoint_families import sure
 from tests.layers import TOLERANCE, Call, Weights
 from tests.tiny_models import tiny
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from moeos.kernel_shape import KernelShape
-from moeos.policies import Policy
-from moeos.slicing import Slicing
+from moeos.compile.kernel_shape import KernelShape
+from moeos.partition.policies import Policy
+from moeos.partition.slicing import Slicing
 from tests.emulator.emulated import EmulatedLayer, build
 from tests.layers import assert_matches, config, draw_call, draw_given_call, draw_weights
 from tests.nightly import all_but

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from moeos import MoEConfig, Placement, _runtime
-from moeos.kernel_shape import KernelShape
-from moeos.placement import experts_of
-from moeos.slicing import WHOLE, Slicing
+from moeos.compile.kernel_shape import KernelShape
+from moeos.partition.placement import experts_of
+from moeos.partition.slicing import WHOLE, Slicing
 from tests.emulator.emulated import EmulatedLayer, build
 from tests.gradients import FAR_LIMIT, OF_EXPERTS, Gradients, assert_match, drawn
 from tests.layers import PREFERENCES, Call, config, draw_given_call, draw_weights

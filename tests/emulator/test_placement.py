@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeos import Placement, reference
+from moeos import Placement
+from moeos.config import reference
 from tests.emulator.emulated import EmulatedLayer, build
 from tests.layers import (
     Call,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moeos import MoEConfig
-from moeos.config import Routing, Scoring
+from moeos.config.config import Routing, Scoring
 from tests.emulator.emulated import EmulatedLayer, build
 from tests.layers import (
     FAR_BELOW,

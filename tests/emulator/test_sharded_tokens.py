@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from moeos.slicing import Slicing
+from moeos.partition.slicing import Slicing
 from tests.emulator.emulated import EmulatedLayer, build
 from tests.layers import assert_matches, config, draw_call, draw_given_call, draw_weights
 from tests.nightly import all_but

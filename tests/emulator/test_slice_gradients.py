@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeos import Placement, reference
-from moeos.slicing import Slicing
+from moeos import Placement
+from moeos.config import reference
+from moeos.partition.slicing import Slicing
 from tests.emulator.emulated import EmulatedLayer, build
 from tests.emulator.test_gradients import PATIENCE, PROCESSORS, EmulatedGradients, made
 from tests.gradients import OF_EXPERTS, TOLERANCE, assert_match, expected_of

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from moeos.policies import LAYOUTS, Policy
-from moeos.slicing import Slicing
+from moeos.partition.policies import LAYOUTS, Policy
+from moeos.partition.slicing import Slicing
 from tests.emulator.emulated import EmulatedLayer, build
 from tests.layers import Call, assert_matches, config, draw_call, draw_given_call, draw_weights
 from tests.nightly import all_but

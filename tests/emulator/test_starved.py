@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from moeos import reference
 from moeos._runtime import FailureKind
+from moeos.config import reference
 from tests.emulator.emulated import DEADLINE_NS, FOREVER, TICK_NS, EmulatedLayer, Starved, build
 from tests.layers import Call, Weights, config, draw_call, draw_given_call, draw_weights
 from tests.nightly import all_but

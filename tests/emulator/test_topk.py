@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import moeos
-from moeos import topk_kernel
-from moeos.topk_kernel import TYPES, Softmax
+from moeos.engines.cuda import topk as topk_kernel
+from moeos.engines.cuda.topk import TYPES, Softmax
 from tests.emulator import emulated
 from tests.nightly import spread
 

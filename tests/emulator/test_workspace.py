@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from moeos import reference
 from moeos._runtime import FailureKind
-from moeos.kernel_shape import KernelShape
+from moeos.compile.kernel_shape import KernelShape
+from moeos.config import reference
 from tests.emulator.emulated import EmulatedLayer, build
 from tests.layers import Weights, config, draw_call, draw_weights
 

@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from moeos import jit, kernel_shape
 from moeos.cli.app import app
 from moeos.cli.probes import Finding
+from moeos.compile import jit, kernel_shape
 from tests.fuzz.outcomes import ended_well, examples
 from tests.fuzz.test_safetensors import SHAPES, file_of, header_of
 
@@ -97,7 +97,7 @@ def _without_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("no compiler for experts here")
 
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("moeos.jit.compile_kernel", compile_kernel)
+    monkeypatch.setattr("moeos.compile.jit.compile_kernel", compile_kernel)
     monkeypatch.setattr("moeos.cli.probes.GPU", ())
     monkeypatch.setattr("moeos.cli.probes.TWIN", (lambda: Finding("twin", True, "works"),))
 

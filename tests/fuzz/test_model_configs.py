@@ -12,8 +12,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from moeos.checkpoints.families import FAMILIES, NEUTRAL
-from moeos.config import MoEConfig
+from moeos.config.config import MoEConfig
+from moeos.config.hf.families import FAMILIES, NEUTRAL
 from tests.fuzz.outcomes import examples, read_well
 
 LAYERS = (

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from moeos.checkpoints import load_block
 from moeos.checkpoints.files import SafetensorsFile
 from moeos.cli.tensors import read_rows
-from moeos.config import MoEConfig
+from moeos.config.config import MoEConfig
 from tests.fuzz.outcomes import examples, make_no_file, read_well
 
 HIDDEN = 8
@@ -194,6 +194,6 @@ def test_an_index_is_refused_and_what_it_names_is_not_opened(
         opened.append(str(path))
         return open_file(path, *arguments, **options)
 
-    monkeypatch.setattr("moeos.files.os.open", note)
+    monkeypatch.setattr("moeos.system.files.os.open", note)
     read_all(index, "safetensors indices")
     assert set(opened) == {str(index)}

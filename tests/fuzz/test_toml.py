@@ -16,10 +16,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from moeos.bench.gpu import suite
-from moeos.commands.settings import read_settings
-from moeos.config import MAX_EXPERTS, MoEConfig
-from moeos.files import MAX_LINE_DOTS, MAX_TOML_BYTES, read_toml
+from bench.gpu import suite
+from moeos.cli.shared.settings import read_settings
+from moeos.config.config import MoEConfig
+from moeos.config.limits import MAX_EXPERTS
+from moeos.system.files import MAX_LINE_DOTS, MAX_TOML_BYTES, read_toml
 from tests.fuzz.outcomes import examples, make_no_file, read_well
 
 CONFIG = {

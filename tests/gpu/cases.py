@@ -20,12 +20,15 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from moeos import MoEConfig, Placement, World, kernel_shape, reference, virtual
+from moeos import MoEConfig, Placement, World
+from moeos.compile import kernel_shape
+from moeos.compile.jit import compile_kernel
+from moeos.compile.kernel_shape import KernelShape
+from moeos.config import reference
 from moeos.engines.base import CallStats, CallTensors
-from moeos.engines.cuda import CAPABILITY, CudaEngine
-from moeos.jit import compile_kernel
-from moeos.kernel_shape import KernelShape
-from moeos.slicing import WHOLE, Slicing
+from moeos.engines.cuda.engine import CAPABILITY, CudaEngine
+from moeos.partition.slicing import WHOLE, Slicing
+from moeos.world import virtual
 from tests.layers import Call, Weights, config, draw_call, draw_given_call
 from tests.weight_layouts import in_layout
 

@@ -19,12 +19,14 @@ from unittest import mock
 
 import torch
 
-from moeos import MoEConfig, World, jit, virtual
-from moeos.bench.gpu.results import timing
-from moeos.bench.gpu.suite import read
-from moeos.commands import machine, provenance
+from bench.gpu.results import timing
+from bench.gpu.suite import read
+from moeos import MoEConfig, World
+from moeos.cli.shared import machine, provenance
+from moeos.compile import jit
 from moeos.engines.base import CallTensors
-from moeos.engines.cuda import CudaEngine
+from moeos.engines.cuda.engine import CudaEngine
+from moeos.world import virtual
 from tests.gpu.cases import DEADLINE, draw_weights_on_gpu
 
 FEW = 512
@@ -40,7 +42,7 @@ def unwatched(folder: Path) -> Path:
     """A copy of the sources in which no deadline passes."""
     for name in ("kernels", "runtime"):
         shutil.copytree(jit.include_root() / name, folder / name)
-    watchdog = folder / "runtime" / "watchdog.hpp"
+    watchdog = folder / "runtime" / "memory" / "watchdog.hpp"
     text = watchdog.read_text()
     assert text.count(LOOK) == 1
     watchdog.write_text(text.replace(LOOK, NEVER))

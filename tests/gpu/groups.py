@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moeos
 from moeos import World
-from moeos.engines.cuda_peers import Peers
-from moeos.errors import PeerTimeout
+from moeos.engines.cuda.peers import Peers
+from moeos.system.errors import PeerTimeout
 from tests.gpu.cases import (
     DEADLINE,
     RankLayer,

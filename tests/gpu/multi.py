@@ -18,7 +18,8 @@ import pytest
 import torch
 
 import moeos
-from moeos import MoEConfig, NumericalError, World, reference, sizes
+from moeos import MoEConfig, NumericalError, World
+from moeos.config import reference, sizes
 from tests.gpu.cases import (
     DEADLINE,
     LARGE_EXPERTS,
@@ -124,7 +125,8 @@ def few_places() -> mock._patch[int]:
     """Layers made in it have places between the products for the rows of even routing, and no more.
 
     Else two ranks have a place for each row, and four use them in turn in the rarest calls alone.
-    `tests/host/test_kernel_shape.py` holds that calls of `UNEVEN` by `POPULAR` have more rows.
+    `tests/host/compile/test_kernel_shape.py` holds that calls of `UNEVEN` by `POPULAR` have more
+    rows.
     """
     return mock.patch.object(sizes, "_BETWEEN_SHARES", 1)
 

@@ -11,9 +11,11 @@ import sys
 
 import torch
 
-from moeos import World, jit, virtual
-from moeos.policies import Policy
-from moeos.slicing import Slicing
+from moeos import World
+from moeos.compile import jit
+from moeos.partition.policies import Policy
+from moeos.partition.slicing import Slicing
+from moeos.world import virtual
 from tests.gpu.cases import RankLayer, assert_matches, call_on_gpu, draw_routed_call, on_gpu
 from tests.gradients import Gradients, assert_match, drawn, found_of, leaves_of
 from tests.layers import Call, config, draw_given_call, draw_weights

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import moeos
 from moeos import MoEConfig, World
-from moeos.commands import process_group
-from moeos.slicing import Output, Slicing
+from moeos.cli.shared import process_group
+from moeos.partition.slicing import Output, Slicing
 from tests.gpu.cases import (
     DEADLINE,
     assert_matches,

@@ -29,8 +29,8 @@ import torch
 
 import moeos
 from moeos import MoEConfig, World
-from moeos.commands import provenance
-from moeos.faults import Fault, FaultPlan, SlowLink, SlowProcessor
+from moeos.cli.shared import provenance
+from moeos.world.faults import Fault, FaultPlan, SlowLink, SlowProcessor
 from tests.gpu.cases import (
     DEADLINE,
     RankLayer,

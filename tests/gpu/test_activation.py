@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU's activations are as right as kernels/sm90/activation.cuh says, at a million values."""
+"""The GPU's activations are as right as kernels/sm90/epilogue/activation.cuh says, at a million
+values."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from moeos import cuda_driver, jit
+from moeos.compile import jit
+from moeos.engines.cuda import driver as cuda_driver
 from tests.gpu.cases import why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "runs")
@@ -19,7 +21,7 @@ MOST = 40.0
 THREADS = 256
 
 UNIT = """
-#include "kernels/sm90/activation.cuh"
+#include "kernels/sm90/epilogue/activation.cuh"
 constexpr moeos::Activation kOne{{moeos::Curve::{name}, false, {alpha}F, 0.0F, 0.0F, false}};
 extern "C" __global__ void activations(const float2* x, float2* out) {{
   const unsigned int i = blockIdx.x * blockDim.x + threadIdx.x;

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import moeos
-from moeos import Experts, MoELayer, World, virtual
+from moeos import Experts, MoELayer, World
+from moeos.world import virtual
 from tests.gpu.cases import CASES, DEADLINE, assert_matches, call_on_gpu, on_gpu, why_not
 from tests.layers import PREFERENCES, Call, Weights, draw_call, draw_given_call, draw_weights
 

@@ -23,8 +23,8 @@ PROGRAM = r"""
 import io
 import cupy, numpy, torch
 from elftools.elf.elffile import ELFFile
-from moeos import cuda_driver, jit, machine_code
-from moeos.engines.cuda_code import code_address
+from moeos.engines.cuda import driver as cuda_driver; from moeos.compile import jit, machine_code
+from moeos.engines.cuda.code import code_address
 from tests.gpu.cases import CASES, blocks, shape_of
 
 COPY = '''

@@ -9,8 +9,10 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from moeos import World, custom_op, virtual
-from moeos.jit import KERNEL
+from moeos import World
+from moeos.call import custom_op
+from moeos.compile.jit import KERNEL
+from moeos.world import virtual
 from tests.gpu.cases import CASES, call_on_gpu, why_not
 from tests.layers import draw_call, draw_given_call, draw_weights
 

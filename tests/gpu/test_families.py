@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeos import MoEConfig, MoELayer, World, reference, virtual
+from moeos import MoEConfig, MoELayer, World
+from moeos.config import reference
+from moeos.world import virtual
 from tests.gpu.cases import DEADLINE, TOLERANCE, Case, blocks, compile_cases, why_not
 
 if not why_not():
     from moeos.checkpoints import load_block
-    from tests.host.test_checkpoint_families import sure
+    from tests.host.checkpoints.test_checkpoint_families import sure
     from tests.tiny_models import TINY, TinyBlock, tiny
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "runs")

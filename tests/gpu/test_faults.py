@@ -16,8 +16,9 @@ from typing import TypeVar, get_args
 import pytest
 import torch
 
-from moeos import PeerTimeout, World, virtual
-from moeos.faults import Fault, FaultPlan, SlowLink, SlowProcessor, Stage, StartDelay
+from moeos import PeerTimeout, World
+from moeos.world import virtual
+from moeos.world.faults import Fault, FaultPlan, SlowLink, SlowProcessor, Stage, StartDelay
 from tests.gpu.cases import (
     CASES,
     REMOTE_CASES,

@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeos import World, reference, virtual
-from moeos.errors import NumericalError
+from moeos import World
+from moeos.config import reference
+from moeos.system.errors import NumericalError
+from moeos.world import virtual
 from tests.gpu.cases import (
     BY_RANKS,
     CASES,

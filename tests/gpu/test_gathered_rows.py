@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeos import MoEConfig, World, virtual
-from moeos.policies import Layout
-from moeos.slicing import Parallel
+from moeos import MoEConfig, World
+from moeos.partition.policies import Layout
+from moeos.partition.slicing import Parallel
+from moeos.world import virtual
 from tests.gpu.cases import (
     DEADLINE,
     assert_matches,

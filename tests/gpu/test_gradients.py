@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from moeos import MoEConfig, Placement, World, virtual
+from moeos import MoEConfig, Placement, World
+from moeos.world import virtual
 from tests.gpu.cases import (
     DEADLINE,
     Case,

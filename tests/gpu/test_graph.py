@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from moeos import MoELayer, World, virtual
-from moeos.jit import KERNEL
+from moeos import MoELayer, World
+from moeos.compile.jit import KERNEL
+from moeos.world import virtual
 from tests.gpu.cases import CASES, assert_matches, call_on_gpu, on_gpu, why_not
 from tests.layers import Call, draw_call, draw_given_call, draw_weights
 

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from moeos import MoELayer, World, reference, virtual
+from moeos import MoELayer, World
+from moeos.config import reference
+from moeos.world import virtual
 from tests.gpu.cases import (
     DEADLINE,
     TOLERANCE,

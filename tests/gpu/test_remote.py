@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeos import World, virtual
-from moeos.errors import NumericalError
+from moeos import World
+from moeos.system.errors import NumericalError
+from moeos.world import virtual
 from tests.gpu.cases import (
     CASES,
     DEADLINE,

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeos import MoEConfig, World, virtual
+from moeos import MoEConfig, World
+from moeos.world import virtual
 from tests.gpu.cases import (
     DEADLINE,
     Case,

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from moeos.config import Scoring
+from moeos.config.config import Scoring
 from tests.gpu.cases import (
     Case,
     assert_computes,

@@ -12,7 +12,8 @@ import functools
 import pytest
 import torch
 
-from moeos import MoEConfig, kernel_shape
+from moeos import MoEConfig
+from moeos.compile import kernel_shape
 from tests.gpu.cases import (
     Case,
     assert_all_match,

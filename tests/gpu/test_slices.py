@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeos import World, virtual
-from moeos.slicing import Slicing
+from moeos import World
+from moeos.partition.slicing import Slicing
+from moeos.world import virtual
 from tests.gpu.cases import (
     DEADLINE,
     STARTED,

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeos import MoELayer, NumericalError, World, virtual
+from moeos import MoELayer, NumericalError, World
+from moeos.world import virtual
 from tests.gpu.cases import (
     CASES,
     Case,

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moeos import virtual
-from moeos.world import World
+from moeos.world import virtual
+from moeos.world.world import World
 from tests.gpu.cases import (
     CASES,
     DEADLINE,

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import moeos
-from moeos import topk_kernel
+from moeos.engines.cuda import topk as topk_kernel
 from tests.gpu.cases import why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "runs")

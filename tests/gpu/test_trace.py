@@ -14,13 +14,14 @@ import numpy
 import pytest
 from torch import Tensor
 
-from moeos import MoELayer, World, virtual
-from moeos.commands import device_reader
-from moeos.engines import cuda_clock
+from moeos import MoELayer, World
+from moeos.cli.shared import device_reader
+from moeos.cli.timeline import causes, chrome
+from moeos.cli.timeline.call import MOMENTS, NONE, CallTrace
 from moeos.engines.base import CallStats
-from moeos.timeline import causes, chrome
-from moeos.timeline.call import MOMENTS, NONE, CallTrace
-from moeos.tracing import OS_ACTORS, TASK_KINDS, RankTrace
+from moeos.engines.cuda import clock as cuda_clock
+from moeos.world import virtual
+from moeos.world.tracing import OS_ACTORS, TASK_KINDS, RankTrace
 from tests.gpu.cases import (
     CASES,
     DEADLINE,
@@ -31,8 +32,8 @@ from tests.gpu.cases import (
     on_gpu,
     why_not,
 )
-from tests.host import chrome_format
 from tests.host.cli import commands
+from tests.host.cli.timeline import chrome_format
 from tests.layers import draw_call, draw_weights
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "runs")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`moeos.bench.studies.trees` times an installed moeos against itself on this host's GPUs."""
+"""`bench.studies.trees` times an installed moeos against itself on this host's GPUs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_two_trees_have_turns_on_all_gpus(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "moeos.bench.studies.trees",
+        "bench.studies.trees",
         f"a={installed}",
         f"b={installed}",
     ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`moeos.bench.studies.variants` times several trees' kernels, and tells which differ."""
+"""`bench.studies.variants` times several trees' kernels, and tells which differ."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from moeos import jit
+from moeos.compile import jit
 from tests.gpu.cases import why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "runs")
@@ -34,7 +34,7 @@ def test_a_tree_that_computes_otherwise_is_told_from_one_that_does_not(tmp_path:
     wrong = tmp_path / "wrong"
     for name in ("kernels", "runtime"):
         shutil.copytree(jit.include_root() / name, wrong / name)
-    activation = wrong / "kernels" / "sm90" / "activation.cuh"
+    activation = wrong / "kernels" / "sm90" / "epilogue" / "activation.cuh"
     text = activation.read_text()
     assert text.count("0.044715F") == 1
     activation.write_text(text.replace("0.044715F", "0.144715F"))
@@ -43,7 +43,7 @@ def test_a_tree_that_computes_otherwise_is_told_from_one_that_does_not(tmp_path:
     command = [
         sys.executable,
         "-m",
-        "moeos.bench.studies.variants",
+        "bench.studies.variants",
         f"a={same}",
         f"b={same}",
         f"c={wrong}",

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import moeos
-from moeos import World, virtual
-from moeos.formats import NAMES
+from moeos import World
+from moeos.config.formats import NAMES
+from moeos.world import virtual
 from tests.gpu.cases import (
     DEADLINE,
     Case,

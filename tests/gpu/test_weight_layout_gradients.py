@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from moeos import Experts, MoEConfig, World, virtual
-from moeos.reference import relative_error
+from moeos import Experts, MoEConfig, World
+from moeos.config.reference import relative_error
+from moeos.world import virtual
 from tests.gpu.cases import DEADLINE, Case, blocks, compile_cases, why_not
-from tests.host.test_weight_layouts import (
+from tests.host.layer.test_weight_layouts import (
     LAYOUTS,
     PLAIN,
     SAVES,

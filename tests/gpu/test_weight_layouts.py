@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from moeos.config import GateUp
+from moeos.config.config import GateUp
 from tests.gpu.cases import (
     Case,
     assert_all_match,

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import moeos
-from moeos import MoEConfig, MoELayer, World, virtual
+from moeos import MoEConfig, MoELayer, World
+from moeos.world import virtual
 from tests.gpu.cases import CASES, DEADLINE, why_not
 from tests.processes import ROOT
 

@@ -27,6 +27,6 @@ def poisoned_output() -> Iterator[None]:
         return torch.full_like(like, math.nan, dtype=dtype)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("moeos.layer.torch.empty_like", poison)
+        patch.setattr("moeos.layer.layer.torch.empty_like", poison)
         yield
     assert poisoned > 0, "the layer does not allocate its output with torch.empty_like any more"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes host/*.pyi, which say to mypy what the compiled modules have.
+"""Writes host/moeos/*.pyi, which say to mypy what the compiled modules have.
 
 `python -m tests.host.stubs`, in a checkout whose C++ is compiled, writes them. nanobind says what a
 module has; this file knows nothing of it.
@@ -15,7 +15,7 @@ from pathlib import Path
 from tests import programs
 from tests.processes import ROOT
 
-STUBS = {module: ROOT / "host" / f"{module}.pyi" for module in ("_runtime", "_twin")}
+STUBS = {module: ROOT / "host" / "moeos" / f"{module}.pyi" for module in ("_runtime", "_twin")}
 
 
 def text_of(module: str) -> str:

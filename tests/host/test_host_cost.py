@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an eager call on a GPU makes its host do, with an engine whose driver is a stand-in.
 
-`python -m moeos.bench.studies.host_cost` measures it in microseconds where there is a GPU.
+`python -m bench.studies.host_cost` measures it in microseconds where there is a GPU.
 """
 
 from __future__ import annotations
@@ -15,17 +15,21 @@ from typing import Any, cast
 import pytest
 import torch
 
-from moeos import World, calls, cuda_driver, experts, layer, virtual
-from moeos.bench.studies import host_cost
-from moeos.config import MoEConfig
-from moeos.engines.cuda import CudaEngine
-from moeos.engines.cuda_records import HostFailure
-from moeos.engines.cuda_workspace import CudaWorkspace
-from moeos.faults import LayerFaults
-from moeos.placement import Placement
-from moeos.slicing import Slicing
-from moeos.world import SharedMemory
-from tests.host import test_cuda_arguments
+from bench.studies import host_cost
+from moeos import World
+from moeos.config.config import MoEConfig
+from moeos.engines import calls
+from moeos.engines.cuda import driver as cuda_driver
+from moeos.engines.cuda.engine import CudaEngine
+from moeos.engines.cuda.records import HostFailure
+from moeos.engines.cuda.workspace import CudaWorkspace
+from moeos.layer import experts, layer
+from moeos.partition.placement import Placement
+from moeos.partition.slicing import Slicing
+from moeos.world import virtual
+from moeos.world.faults import LayerFaults
+from moeos.world.world import SharedMemory
+from tests.host.engines.cuda import test_arguments as test_cuda_arguments
 from tests.layers import config
 
 STREAM = 7

@@ -16,6 +16,7 @@ import pytest
 
 import moeos
 from tests import programs
+from tests.processes import ROOT
 
 # Each in a process of its own, forked where only the package itself has been imported, as it is
 # before any of its modules.
@@ -40,7 +41,7 @@ def imported(name):
 # memory each fork would have to map.
 import elftools.elf.elffile, pdb, rich.console, rich.table, rich.text, typer.main
 names = sys.argv[1:]
-few = [one for one in names if one.startswith(("moeos.integrations.", "moeos.bench.studies."))]
+few = [one for one in names if one.startswith("moeos.integrations.")]
 wrong = [one for one in names if one not in few and not imported(one)]
 import torch._inductor.compile_fx, transformers.integrations.finegrained_fp8
 print(*wrong, *[one for one in few if not imported(one)])
@@ -62,7 +63,7 @@ def modules() -> dict[str, Path]:
         for file in sorted(root.rglob("*.py"))
         if file.stem != "__main__"
     }
-    assert "moeos.bench.gpu.suite" in found
+    assert "moeos.cli.app" in found
     return {name.removesuffix(".__init__"): file for name, file in found.items()}
 
 
@@ -136,7 +137,10 @@ def in_circles(imports: Mapping[str, set[str]]) -> list[str]:
 def test_no_modules_import_each_other() -> None:
     """So each can be the first; mypy tells of what is used and not imported."""
     imports = imports_of(modules())
-    assert "moeos.jit" in imports["moeos.kernel_cache"] | imports["moeos.engines.cuda"]
+    assert (
+        "moeos.compile.jit"
+        in imports["moeos.compile.kernel_cache"] | imports["moeos.engines.cuda.engine"]
+    )
     assert in_circles(imports) == []
 
 
@@ -181,26 +185,59 @@ def test_no_module_needs_another_one_to_be_imported_before_it() -> None:
 
 
 BELOW = {
-    "commands": ("cli", "bench"),
-    "bench": ("cli",),
-    "language": ("cli", "bench", "commands"),
-    "bench/gpu": ("bench.report", "bench.twin", "bench.studies"),
-    "bench/report": ("bench.twin", "bench.studies"),
-    "bench/twin": ("bench.gpu", "bench.studies"),
-    "bench/studies": ("bench.twin",),
+    "host/moeos/cli/shared": r"moeos\.cli\.(?!shared\b)",
+    "host/moeos/cli/timeline": r"moeos\.cli\.(?!shared\b|timeline\b|drawing\b)",
+    "bench/gpu": r"bench\.(report|twin|studies)\b",
+    "bench/report": r"bench\.(twin|studies)\b",
+    "bench/twin": r"bench\.(gpu|studies)\b",
+    "bench/studies": r"bench\.twin\b",
 }
-"""Folders of the package, and what nothing in them may import."""
+"""Folders, and what nothing in them may import; the floors of rooms are in pyproject.toml."""
 
 
 @pytest.mark.parametrize("folder", BELOW)
 def test_no_folder_imports_what_stands_above_it(folder: str) -> None:
-    root = Path(moeos.__file__).parent
-    above = re.compile(rf"^ *(?:from|import) moeos\.({'|'.join(BELOW[folder])})\b", re.MULTILINE)
-    files = sorted((root / folder).rglob("*.py"))
+    above = re.compile(rf"^ *(?:from|import) {BELOW[folder]}", re.MULTILINE)
+    files = sorted((ROOT / folder).rglob("*.py"))
     assert files
     found = {
-        str(file.relative_to(root)): wrong
+        str(file.relative_to(ROOT)): wrong
         for file in files
         if (wrong := above.findall(file.read_text(encoding="utf-8")))
     }
     assert found == {}
+
+
+def test_what_the_package_offers_is_used_by_its_users_alone() -> None:
+    """A room that took a name from there would have it from a room above it."""
+    taken = re.compile(
+        r"^ *(?:from moeos import (?!_runtime|_twin|checkpoints\b)|import moeos$).*", re.MULTILINE
+    )
+    found = {
+        name: wrong
+        for name, file in modules().items()
+        if not name.startswith(("moeos.cli", "moeos.integrations"))
+        and name != "moeos"
+        and (wrong := taken.findall(file.read_text(encoding="utf-8")))
+    }
+    assert found == {}
+
+
+def test_a_late_import_says_which_cost_it_saves() -> None:
+    """Elsewhere an import in a function hides a circle."""
+    found = []
+    for name, file in modules().items():
+        text = file.read_text(encoding="utf-8")
+        inside = [
+            one
+            for function in ast.walk(ast.parse(text))
+            if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+            for one in ast.walk(function)
+        ]
+        for one in inside:
+            named = [alias.name for alias in one.names] if isinstance(one, ast.Import) else []
+            named += [str(one.module)] if isinstance(one, ast.ImportFrom) else []
+            if any(module.split(".")[0] == "moeos" for module in named):
+                line = text.splitlines()[one.lineno - 1]
+                found += [] if "  # spares " in line else [f"{name}: {line}"]
+    assert found == []

@@ -11,11 +11,11 @@ from pathlib import Path
 from tests.processes import ROOT
 
 WITH_SIGNS = (
-    "host/bench",
-    "host/cli/streams.py",
-    "host/commands/output.py",
-    "host/timeline/chrome.py",
-    "host/timeline/picture.py",
+    "bench",
+    "host/moeos/cli/streams.py",
+    "host/moeos/cli/shared/output.py",
+    "host/moeos/cli/timeline/chrome.py",
+    "host/moeos/cli/timeline/picture.py",
 )
 """Write pages, plots and tables. What they print, moeos.cli.streams fits to the terminal."""
 

@@ -58,7 +58,7 @@ def live(rank):
     return "right"
 print(ForkedRanks(live, 2).ended(100.0))
 """
-COMMAND = "from moeos_command import main; main()"
+COMMAND = "from moeos.cli.start import main; main()"
 
 
 def on(machine: str, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:

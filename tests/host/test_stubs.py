@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""host/*.pyi must say what the compiled modules have, or mypy checks against others."""
+"""host/moeos/*.pyi must say what the compiled modules have, or mypy checks against others."""
 
 from __future__ import annotations
 

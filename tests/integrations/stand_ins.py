@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeos import MoEConfig, reference
-from moeos.formats import dequantize, quantize_matrix
-from tests.host.test_groups import in_processes
+from moeos import MoEConfig
+from moeos.config import reference
+from moeos.config.formats import dequantize, quantize_matrix
+from tests.host.world.test_groups import in_processes
 
 FAKES = Path(__file__).parent / "fakes"
 

@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from moeos import reference
+from moeos.config import reference
 from moeos.integrations.transformers import register
 from tests.nightly import all_but
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from moeos.integrations import shared
-from tests.host.test_groups import in_processes
-from tests.host.test_signals import raised_by, signal_in
+from tests.host.world.test_groups import in_processes
+from tests.host.world.test_signals import raised_by, signal_in
 from tests.layers import assert_matches, config, draw_given_call, draw_weights
 
 fork = multiprocessing.get_context("fork")

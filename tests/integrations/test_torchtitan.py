@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from moeos import MoEConfig, reference
+from moeos import MoEConfig
+from moeos.config import reference
 from tests.integrations.stand_ins import Tensors, in_fork, on_ranks
 from tests.nightly import all_but
 

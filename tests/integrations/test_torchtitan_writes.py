@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moeos import reference
+from moeos.config import reference
 from tests.integrations.stand_ins import Tensors, on_ranks
 from tests.integrations.test_torchtitan import HIDDEN, INTERMEDIATE, TOP_K, built, call, config
 from tests.integrations.ways_to_write import NEEDS, WAYS, numbers_of

@@ -28,10 +28,11 @@ from transformers.distributed.expert_parallel import EPImplementationInterface
 
 import moeos
 import moeos.integrations.transformers as adapter
-from moeos import MoEConfig, MoELayer, reference
-from moeos.checkpoints.families import FAMILIES
+from moeos import MoEConfig, MoELayer
+from moeos.config import reference
+from moeos.config.hf.families import FAMILIES
 from moeos.integrations import shared, transformers_weights
-from tests.host.test_groups import in_processes
+from tests.host.world.test_groups import in_processes
 from tests.huggingface import _SMALL_ATTENTION
 from tests.integrations.families_of_transformers import (
     EXPERTS,

@@ -25,10 +25,10 @@ from transformers.integrations.moe import use_experts_implementation
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 import moeos.integrations.transformers as adapter
-from moeos import reference
-from moeos.formats import quantize_matrix
+from moeos.config import reference
+from moeos.config.formats import quantize_matrix
 from moeos.integrations import transformers_formats, transformers_weights
-from tests.host.test_groups import in_processes
+from tests.host.world.test_groups import in_processes
 from tests.integrations.test_transformers import PARALLEL, answer, experts_modules, prompt, tiny
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 256, 128, 8, 2

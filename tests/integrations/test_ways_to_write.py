@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import moeos.integrations.transformers as adapter
-from moeos import reference
+from moeos.config import reference
 from tests.integrations.test_transformers import aria, by, gpt_oss, qwen3, tokens_for
 from tests.integrations.ways_to_write import NEEDS, WAYS, numbers_of
 from tests.nightly import at_night

@@ -3,7 +3,8 @@
 
 A register that is spilled, or a stack frame, costs time in every tile, and comes and goes with
 small changes. All of them are compiled at night, side by side. Whenever the tests run, two are,
-and tests/host/test_jit.py compiles a small layer's kernel, which must keep its registers, too.
+and tests/host/compile/test_jit.py compiles a small layer's kernel, which must keep its registers,
+too.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from typing import Any
 
 import pytest
 
-from moeos import MoEConfig, jit
-from moeos.kernel_shape import KernelShape
-from moeos.rates import H200_BLOCKS
+from moeos import MoEConfig
+from moeos.compile import jit
+from moeos.compile.kernel_shape import KernelShape
+from moeos.partition.rates import H200_BLOCKS
 from tests.host.cli import commands
 from tests.processes import ROOT
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from moeos import jit
+from moeos.compile import jit
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="install the test extra for NVRTC")
 

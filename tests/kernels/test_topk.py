@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from moeos import jit, topk_kernel
+from moeos.compile import jit
+from moeos.engines.cuda import topk as topk_kernel
 from tests.nightly import in_turn
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="install the test extra for NVRTC")

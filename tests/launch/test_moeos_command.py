@@ -22,7 +22,7 @@ sys.addaudithook(interrupt)
 """
 IN_PLACE_OF_THE_COMMAND = """
 import os, signal, sys
-import moeos_command, moeos.cli.app
+import moeos.cli.start, moeos.cli.app
 def interrupt(*_):
     os.kill(os.getpid(), signal.SIGINT)
 def command():
@@ -81,7 +81,10 @@ def ended(program: str, *arguments: str, ignoring: bool = False) -> tuple[int, s
 
 @pytest.mark.parametrize(
     "module",
-    all_but(["torch", "moeos._twin"], ["torch", "numpy", "moeos", "moeos._twin", "typer", "rich"]),
+    all_but(
+        ["torch", "moeos._twin"],
+        ["torch", "numpy", "moeos.cli.app", "moeos._twin", "typer", "rich"],
+    ),
 )
 def test_ctrl_c_while_the_command_is_imported_ends_it_quietly(module: str) -> None:
     assert ended(AT_THE_IMPORT.format(module=module) + MOEOS, "--version") == (130, "")

@@ -127,7 +127,6 @@ def test_nothing_is_installed_again_until_a_source_changes(tmp_path: Path) -> No
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "pyproject.toml").write_text('[build-system]\nrequires = ["builder>=1"]\n')
     (tmp_path / "CMakeLists.txt").touch()
-    (tmp_path / "launch" / "moeos_command.py").touch()
     (tmp_path / "runtime" / "task.hpp").write_text("first")
     script = tmp_path / "launch" / "install.sh"
     script.write_text((ROOT / "launch" / "install.sh").read_text())

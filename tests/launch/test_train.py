@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from tests.nightly import all_but
-from tests.processes import MOEOS, ROOT, forked, mpirun, torchrun
+from tests.processes import ROOT, forked, mpirun, torchrun
 
 Start = Callable[..., subprocess.CompletedProcess[str]]
 """Of so many ranks of a program, with its arguments."""
 
+TRAIN = "from examples.train.command import main; main()"
 CONFIG = str(ROOT / "configs" / "train.toml")
 LAST = r"final loss (\d\.\d{4}), reference (\d\.\d{4})"
 
@@ -36,7 +37,7 @@ KILLED_AMID_STEP_3 = """
 import os
 import signal
 import torch.distributed
-from moeos.language.trainer import Trainer
+from examples.train.trainer import Trainer
 
 right = Trainer.step
 
@@ -73,9 +74,7 @@ def test_ranks_keep_to_stock_pytorch_and_fewer_of_them_go_on(
 ) -> None:
     def trained(ranks: int, name: str, *arguments: object) -> dict[str, Any]:
         path = tmp_path / name
-        ended = forked(
-            ranks, MOEOS, "train", str(config), *map(str, arguments), "--json", str(path)
-        )
+        ended = forked(ranks, TRAIN, str(config), *map(str, arguments), "--json", str(path))
         assert ended.returncode == 0, ended.stderr
         last = re.fullmatch(LAST, ended.stdout.rstrip().splitlines()[-1])
         document = told(path)
@@ -102,12 +101,12 @@ def test_ranks_keep_to_stock_pytorch_and_fewer_of_them_go_on(
 
 def test_a_run_that_is_killed_goes_on_from_its_last_save_on_other_ranks(tmp_path: Path) -> None:
     folder, path = tmp_path / "run", tmp_path / "losses.json"
-    asked = ("train", CONFIG, "--steps", "4", "--save", str(folder), "--save-every", "2")
-    ended = forked(2, KILLED_AMID_STEP_3 + MOEOS, *asked)
+    asked = (CONFIG, "--steps", "4", "--save", str(folder), "--save-every", "2")
+    ended = forked(2, KILLED_AMID_STEP_3 + TRAIN, *asked)
     assert ended.returncode not in (0, 1, 2)
     saved = told(folder / "run.json")
     assert len(saved["losses"]) == 2
-    ended = forked(3, MOEOS, *asked, "--resume", str(folder), "--json", str(path))
+    ended = forked(3, TRAIN, *asked, "--resume", str(folder), "--json", str(path))
     assert ended.returncode == 0, ended.stderr
     rest = told(path)
     assert rest["losses"][:2] == saved["losses"]
@@ -122,7 +121,7 @@ def test_ranks_train_in_bfloat16(start: Start, tmp_path: Path) -> None:
     config = tmp_path / "train.toml"
     config.write_text(text.replace("../", f"{ROOT}/"))
     path = tmp_path / "losses.json"
-    ended = start(2, MOEOS, "train", str(config), "--steps", "2", "--json", str(path))
+    ended = start(2, TRAIN, str(config), "--steps", "2", "--json", str(path))
     assert ended.returncode == 0, ended.stderr
     document = told(path)
     assert document["tolerances"] == [2e-2] * 2
@@ -130,14 +129,14 @@ def test_ranks_train_in_bfloat16(start: Start, tmp_path: Path) -> None:
 
 
 def test_a_rank_with_wrong_gradients_fails_the_run() -> None:
-    ended = forked(2, ONE_WRONG_RANK + MOEOS, "train", CONFIG, "--steps", "8")
+    ended = forked(2, ONE_WRONG_RANK + TRAIN, CONFIG, "--steps", "8")
     assert ended.returncode == 1, ended.stderr
     [found] = re.findall(r"largest difference (\S+) up to step 8 \(tolerance", ended.stdout)
     assert float(found) > 0.02
 
 
 def test_what_all_ranks_refuse_is_one_line(tmp_path: Path) -> None:
-    ended = forked(2, MOEOS, "train", CONFIG, "--resume", str(tmp_path))
+    ended = forked(2, TRAIN, CONFIG, "--resume", str(tmp_path))
     assert ended.returncode == 2
     said = [line for line in ended.stderr.splitlines() if line.startswith("moeos")]
     missing = tmp_path / "run.json"
@@ -147,7 +146,7 @@ def test_what_all_ranks_refuse_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_two_hundred_steps_end_as_stock_pytorch_does(tmp_path: Path) -> None:
     path = tmp_path / "losses.json"
-    ended = mpirun(4, MOEOS, "train", CONFIG, "--json", str(path))
+    ended = mpirun(4, TRAIN, CONFIG, "--json", str(path))
     assert ended.returncode == 0, ended.stderr
     document = told(path)
     assert document["tolerances"] == [1e-3] * 50 + [1e-2] * 150

@@ -21,7 +21,7 @@ from typing import Annotated
 
 import typer
 
-from moeos.commands import machine, provenance
+from moeos.cli.shared import machine, provenance
 
 FOLDER = Path(__file__).parent
 SECONDS_MAX = 900  # of one search; those of every day take a few

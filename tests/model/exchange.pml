@@ -7,12 +7,12 @@
  *                                                              route_nothing
  *   deliver_count    a count word, stored relaxed, is seen      packet.hpp send_count
  *   write_rows       rows of a chunk into the owner's cell      warp_processor.hpp copy_rows,
- *                                                              kernels/sm90/courier.cuh copy_part
+ *                                                              kernels/sm90/move/courier.cuh copy_part
  *   send_flag        the chunk's flag, released                 packet.hpp send_chunk
  *   decode           counts of a source, bound on rows          counts_subscriber.hpp
  *   land             flag of a chunk, acquired; its list word   landings_subscriber.hpp
  *   copy_rows        tokens to the rows that were not sent      warp_processor.hpp replicate_rows,
- *                                                              kernels/sm90/courier.cuh landed_copy
+ *                                                              kernels/sm90/move/courier.cuh landed_copy
  *   raise_flag       the chunk is whole, released               courier.hpp complete
  *   take_chunk       flag of a chunk, acquired; its tiles       arrivals_subscriber.hpp
  *   compute          one part of a tile: reads its row, writes  warp_processor.hpp Kernels
@@ -20,7 +20,7 @@
  *   return_row       the credit, behind a fence                 packet.hpp return_rows
  *   take_credit      full credit: taken in, set back to 0       returns_subscriber.hpp
  *   combine          counts rows for the token; with the last   returns_subscriber.hpp count_rows,
- *                    its Combine, which reads all of them       kernels/sm90/combine.cuh
+ *                    its Combine, which reads all of them       kernels/sm90/combine/combine.cuh
  *   combine_unsent   a token without rows                       returns_subscriber.hpp hand_out_unsent
  *   read_epoch       a processor that has nothing to do starts  processor.hpp claim
  *   interrupt        the end of a call, the next epoch          scheduler.hpp finished, interrupt

@@ -7,7 +7,7 @@
  *   courier        takes the next part; keeps it until the    courier.hpp take_dispatch, has_places
  *                  row that had its place is back
  *   write          the row to its place, and behind the       warp_processor.hpp copy_rows,
- *                  ring, if a tile may go on there            kernels/sm90/courier.cuh run_courier
+ *                  ring, if a tile may go on there            kernels/sm90/move/courier.cuh run_courier
  *   make           a tile of one source's rows, or of what    tile_plan.hpp plan, is_apart
  *                  is left of it
  *   compute        reads the tile's rows side by side         kernels/twin/kernels.hpp

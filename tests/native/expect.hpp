@@ -9,7 +9,7 @@
 #include <memory>
 #include <vector>
 
-#include "runtime/base.hpp"
+#include "runtime/words/base.hpp"
 
 inline int failed = 0;
 

@@ -5,9 +5,9 @@
 
 #include <vector>
 
-#include "runtime/call.hpp"
+#include "runtime/memory/rank.hpp"
 #include "runtime/platform/twin/platform.hpp"
-#include "runtime/rank.hpp"
+#include "runtime/words/call.hpp"
 #include "tests/native/expect.hpp"
 
 constexpr moeos::u32 kTileRows = 128;

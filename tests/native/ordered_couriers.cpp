@@ -6,8 +6,8 @@
 #include <sys/mman.h>
 
 #include "kernels/twin/explore/schedule.hpp"
-#include "runtime/courier.hpp"
-#include "runtime/courier_part.hpp"
+#include "runtime/actors/courier.hpp"
+#include "runtime/words/courier_part.hpp"
 #include "tests/native/lone_rank.hpp"
 
 namespace {

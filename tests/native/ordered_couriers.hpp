@@ -4,7 +4,7 @@
 #pragma once
 
 #include "kernels/twin/explore/schedule.hpp"
-#include "runtime/base.hpp"
+#include "runtime/words/base.hpp"
 
 /// Lists some chunks for several couriers; whether they take each of them.
 bool couriers_take_every_chunk(moeos::u64 seed, moeos::twin::Strategy strategy);

@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "kernels/twin/forward.hpp"
-#include "runtime/layout.hpp"
+#include "runtime/memory/layout.hpp"
 
 namespace {
 

@@ -32,6 +32,15 @@ TESTS = Path("tests/native")
 INCLUDED = ("runtime", "kernels", "tests/native")
 
 COMPILER = shutil.which("g++")
+
+
+def source_of(name: str) -> Path:
+    """Of one of these programs, which lies in the folder of the room that it tests, if it tests
+    one."""
+    [found] = (ROOT / TESTS).rglob(name)
+    return found.relative_to(ROOT)
+
+
 pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="needs g++"),
     pytest.mark.timeout(1200),
@@ -61,7 +70,7 @@ class Flavour:
 PLAIN = Flavour(("-O1", "-DMOEOS_DEBUG_CHECKS"), {})
 """For programs that run for a moment."""
 PLANTED = Flavour((*PLAIN.options, "-DMOEOS_PLANTS"), {})
-"""With all faults of the source (runtime/planted.hpp), of which a run plants one, or none."""
+"""With all faults of the source (runtime/words/planted.hpp), of which a run plants one, or none."""
 OPTIMISED = Flavour(("-O2", "-DMOEOS_DEBUG_CHECKS"), {})
 """For the matrix product, which is worth nothing slow."""
 
@@ -192,7 +201,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
         folder = tmp_path_factory.mktemp(flavour)
         twin, worlds = folder / "twin.cpp", folder / "worlds.cpp"
         twin.write_text(in_one_file(TWIN_SOURCES))
-        worlds.write_text(as_one_program([TESTS / f"test_{one}.cpp" for one in WORLDS]))
+        worlds.write_text(as_one_program([source_of(f"test_{one}.cpp") for one in WORLDS]))
         objects = compile_all(FLAVOURS[flavour], [twin, worlds, *gemm_sources()], folder)
         return link(FLAVOURS[flavour], objects, folder / "worlds")
 
@@ -266,7 +275,7 @@ def test_a_rank_makes_one_call_after_the_other_and_not_for_ever(name: str, build
     ],
 )
 def test_matrix_product_alone(flavour: Flavour, tmp_path: Path) -> None:
-    objects = compile_all(flavour, [TESTS / "test_gemm.cpp", *gemm_sources()], tmp_path)
+    objects = compile_all(flavour, [source_of("test_gemm.cpp"), *gemm_sources()], tmp_path)
     done = execute(flavour, link(flavour, objects, tmp_path / "gemm"))
     assert_clean(done)
     assert "portable passed" in done.stdout
@@ -274,7 +283,7 @@ def test_matrix_product_alone(flavour: Flavour, tmp_path: Path) -> None:
 
 def assert_program_passes(source: str, folder: Path) -> None:
     """Of one source file, which includes what it is about."""
-    objects = compile_all(PLAIN, [TESTS / source], folder)
+    objects = compile_all(PLAIN, [source_of(source)], folder)
     assert_clean(execute(PLAIN, link(PLAIN, objects, folder / "program")))
 
 
@@ -292,7 +301,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
     @functools.cache
     def program() -> Path:
         source = folder / "small.cpp"
-        source.write_text(as_one_program([TESTS / f"test_{one}.cpp" for one in SMALL]))
+        source.write_text(as_one_program([source_of(f"test_{one}.cpp") for one in SMALL]))
         return link(flavour, compile_all(flavour, [source], folder), folder / "small")
 
     def run_one(name: str) -> subprocess.CompletedProcess[str]:
@@ -303,7 +312,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
     return run_one
 
 
-SENDER_SOURCES = [TESTS / "test_sender.cpp"]
+SENDER_SOURCES = [source_of("test_sender.cpp")]
 EXPLORE_SOURCES = [
     TWIN / "forward.cpp",
     TWIN / "crew.cpp",
@@ -312,7 +321,7 @@ EXPLORE_SOURCES = [
     TWIN / "explore" / "gradient_world.cpp",
     TWIN / "explore" / "hostile_nic.cpp",
     TWIN / "explore" / "schedule.cpp",
-    TESTS / "test_explore.cpp",
+    source_of("test_explore.cpp"),
 ]
 
 
@@ -348,7 +357,7 @@ def test_a_warp_of_many_lanes_plans_as_one_lane_does(tmp_path: Path) -> None:
 def test_numbered_parts_follow_from_counts_of_any_number_of_ranks(
     matrices: int, tmp_path: Path
 ) -> None:
-    objects = compile_all(OPTIMISED, [TESTS / "test_plan.cpp"], tmp_path)
+    objects = compile_all(OPTIMISED, [source_of("test_plan.cpp")], tmp_path)
     assert_clean(execute(OPTIMISED, link(OPTIMISED, objects, tmp_path / "plan"), matrices))
 
 
@@ -365,13 +374,13 @@ def test_tiles_of_arrived_rows_are_handed_out_once_and_by_turns(small: Small) ->
 
 
 def test_the_explorers_clock_passes_however_many_look(tmp_path: Path) -> None:
-    sources = [TWIN / "explore" / "schedule.cpp", TESTS / "test_schedule.cpp"]
+    sources = [TWIN / "explore" / "schedule.cpp", source_of("test_schedule.cpp")]
     objects = compile_all(PLAIN, sources, tmp_path)
     assert_clean(execute(PLAIN, link(PLAIN, objects, tmp_path / "schedule")))
 
 
 def test_searches_find_every_answer_at_every_size(tmp_path: Path) -> None:
-    objects = compile_all(PLAIN, [TESTS / "test_base.cpp"], tmp_path)
+    objects = compile_all(PLAIN, [source_of("test_base.cpp")], tmp_path)
     assert_clean(execute(PLAIN, link(PLAIN, objects, tmp_path / "base")))
 
 
@@ -426,7 +435,7 @@ Programs = Callable[[Planted], tuple[Any, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """What must notice a planted fault (runtime/planted.hpp), and what its report says.
+    """What must notice a planted fault (runtime/words/planted.hpp), and what its report says.
 
     Attributes:
         program: `THREADED_RUNS` random worlds under ThreadSanitizer, the sender alone, or the

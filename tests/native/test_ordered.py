@@ -134,7 +134,8 @@ def in_device_os(frames: Sequence[str]) -> tuple[str, int, str] | None:
     for function, at in zip(frames[::2], frames[1::2], strict=True):
         path = Path(at.split(" ")[0])
         file, _, line = path.name.partition(":")
-        if path.parent == ROOT / "runtime":
+        inside = path.is_relative_to(ROOT / "runtime")
+        if inside and path.parent.name not in ("platform", "twin"):
             return file, int(line), plain(function)
     return None
 

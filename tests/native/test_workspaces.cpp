@@ -34,7 +34,8 @@ RandomWorld draw_like(Random& random, const RandomWorld& first) {
   }
 }
 
-/// Where the shapes lie, as host/shared_heap.py has it: [header][words of each][cells][results].
+/// Where the shapes lie, as host/moeos/engines/shared_heap.py has it: [header][words of
+/// each][cells][results].
 struct Plan {
   explicit Plan(const std::vector<RandomWorld>& shapes) {
     u64 words = Layout(shapes[0].geometry).header_bytes();

@@ -7,7 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 
-#include "runtime/base.hpp"
+#include "runtime/words/base.hpp"
 
 namespace moeos {
 

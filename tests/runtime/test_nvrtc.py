@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moeos import jit
+from moeos.compile import jit
 from tests.nightly import all_but, spread
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="install the test extra for NVRTC")
@@ -35,8 +35,8 @@ def nvshmem_options() -> list[bytes]:
 
 
 WHOLE_OS = """
-#include "runtime/warp_processor.hpp"
-#include "runtime/os.hpp"
+#include "runtime/actors/warp_processor.hpp"
+#include "runtime/actors/os.hpp"
 #include "runtime/platform/cuda/platform.hpp"
 #include "runtime/platform/cuda/mapped_transport.hpp"
 
@@ -98,7 +98,7 @@ def test_header_compiles_on_its_own_for_hopper(header: Path) -> None:
 @pytest.mark.nightly  # without checks test_configs.py compiles it in every run
 def test_whole_device_os_compiles_for_hopper_with_checks() -> None:
     """With remote peers, which is all of it. Without checks it is compiled in every kernel
-    (tests/kernels, tests/host/test_jit.py)."""
+    (tests/kernels, tests/host/compile/test_jit.py)."""
     assert b"device_os" in compile_for_gpu(WHOLE_OS, b"-DMOEOS_DEBUG_CHECKS")
 
 

@@ -3,7 +3,7 @@
 // instruction wrappers. Source: PTX ISA, "mbarrier" and "barrier".
 #pragma once
 
-#include "runtime/base.hpp"
+#include "runtime/words/base.hpp"
 
 namespace moeos::sm90 {
 

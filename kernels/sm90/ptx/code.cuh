@@ -2,13 +2,13 @@
 // Where the kernel's instructions lie, and how L2 is asked for bytes.
 #pragma once
 
-#include "runtime/base.hpp"
+#include "runtime/words/base.hpp"
 
 namespace moeos::sm90 {
 
 /// A kernel of one thread, which says where the instructions of `moeos_forward` begin, or 0. As it
 /// is written, and compiled, it asks for its own handle, since PTX has no address of instructions;
-/// the host puts what is wanted in its place (host/machine_code.py).
+/// the host puts what is wanted in its place (host/moeos/compile/machine_code.py).
 extern "C" __global__ void moeos_code_address(u64* address) {
   asm volatile("mov.u64 %0, moeos_code_address;" : "=l"(*address));
 }

@@ -4,7 +4,7 @@
 // Source: PTX ISA, "cvt" and "prmt"; OCP Microscaling Formats 1.0.
 #pragma once
 
-#include "kernels/sm90/element.cuh"
+#include "kernels/sm90/ptx/element.cuh"
 
 namespace moeos::sm90 {
 

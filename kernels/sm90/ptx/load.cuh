@@ -2,7 +2,7 @@
 // Loads that a condition does not turn into branches. Source: PTX ISA, "ld".
 #pragma once
 
-#include "runtime/base.hpp"
+#include "runtime/words/base.hpp"
 
 namespace moeos::sm90 {
 

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "kernels/sm90/ptx/barrier.cuh"
-#include "runtime/base.hpp"
+#include "runtime/words/base.hpp"
 
 namespace moeos::sm90 {
 

@@ -4,7 +4,7 @@
 
 #include <random>
 
-#include "runtime/base.hpp"
+#include "runtime/words/base.hpp"
 
 namespace moeos::twin {
 

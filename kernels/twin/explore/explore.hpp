@@ -6,8 +6,8 @@
 #include <string>
 
 #include "kernels/twin/explore/schedule.hpp"
-#include "runtime/base.hpp"
-#include "runtime/watchdog.hpp"
+#include "runtime/memory/watchdog.hpp"
+#include "runtime/words/base.hpp"
 
 namespace moeos::twin {
 

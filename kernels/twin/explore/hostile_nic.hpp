@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "kernels/twin/explore/schedule.hpp"
-#include "runtime/base.hpp"
 #include "runtime/platform/twin/interposer.hpp"
+#include "runtime/words/base.hpp"
 
 namespace moeos::twin {
 

@@ -9,7 +9,7 @@
 #include <numeric>
 #include <system_error>
 
-#include "runtime/slices.hpp"
+#include "runtime/memory/slices.hpp"
 
 namespace moeos::twin {
 

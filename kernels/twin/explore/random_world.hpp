@@ -12,8 +12,8 @@
 #include "kernels/twin/forward.hpp"
 #include "kernels/twin/matrices.hpp"
 #include "kernels/twin/operands.hpp"
-#include "runtime/geometry.hpp"
-#include "runtime/layout.hpp"
+#include "runtime/memory/layout.hpp"
+#include "runtime/words/geometry.hpp"
 
 namespace moeos::twin {
 

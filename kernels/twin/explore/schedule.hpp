@@ -18,8 +18,8 @@
 #include "kernels/twin/crew.hpp"
 #include "kernels/twin/explore/draw.hpp"
 #include "kernels/twin/explore/witness.hpp"
-#include "runtime/base.hpp"
 #include "runtime/platform/twin/interposer.hpp"
+#include "runtime/words/base.hpp"
 
 namespace moeos::twin {
 

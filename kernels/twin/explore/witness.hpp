@@ -5,7 +5,7 @@
 // (tests/native/test_order.cpp). May not know: why a fiber was chosen, ranks.
 #pragma once
 
-#include "runtime/base.hpp"
+#include "runtime/words/base.hpp"
 
 namespace moeos::twin {
 

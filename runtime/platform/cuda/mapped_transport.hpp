@@ -6,8 +6,8 @@
 // staging, requests, windows and echoes, and a sanitizer sees all of it. May not know: what is put.
 #pragma once
 
-#include "runtime/base.hpp"
 #include "runtime/platform/concept.hpp"
+#include "runtime/words/base.hpp"
 
 namespace moeos::cuda {
 

@@ -8,8 +8,8 @@
 // of this module that the host has NVSHMEM fill in (culibrary_init). May not know: what is put.
 #pragma once
 
-#include "runtime/base.hpp"
 #include "runtime/platform/concept.hpp"
+#include "runtime/words/base.hpp"
 
 // What NVSHMEM's headers take for granted under NVRTC.
 #include <cuda/std/type_traits>

@@ -7,8 +7,8 @@
 // so it carries no annotations.
 #pragma once
 
-#include "runtime/base.hpp"
 #include "runtime/platform/concept.hpp"
+#include "runtime/words/base.hpp"
 
 namespace moeos::cuda {
 

@@ -4,8 +4,8 @@
 // None is installed in ordinary use. May not know: what a word means, who accesses it.
 #pragma once
 
-#include "runtime/base.hpp"
 #include "runtime/platform/concept.hpp"
+#include "runtime/words/base.hpp"
 
 namespace moeos::twin {
 

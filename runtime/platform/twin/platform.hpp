@@ -13,10 +13,10 @@
 #include <chrono>
 #include <cstring>
 
-#include "runtime/base.hpp"
-#include "runtime/planted.hpp"
 #include "runtime/platform/concept.hpp"
 #include "runtime/platform/twin/interposer.hpp"
+#include "runtime/words/base.hpp"
+#include "runtime/words/planted.hpp"
 
 // Returns subscribers of a rank. Tests build a twin with two, as a GPU has four.
 #ifndef MOEOS_TWIN_RETURNS_SUBSCRIBERS

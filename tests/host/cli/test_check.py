@@ -8,11 +8,13 @@ import dataclasses
 import pytest
 import torch
 
-from moeos import MoEConfig, MoELayer, World, reference, virtual
+from moeos import MoEConfig, MoELayer, World
 from moeos.cli import check
 from moeos.cli.check import Checker, CheckResult, share_weights
 from moeos.cli.workload import Batch
-from moeos.reference import TOLERANCE
+from moeos.config import reference
+from moeos.config.reference import TOLERANCE
+from moeos.world import virtual
 from tests.layers import config, draw_call, draw_given_call
 
 RANKS = 2

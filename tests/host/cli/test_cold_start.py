@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moeos
-from moeos.commands import device_reader, process_group
-from moeos.control import SoloControl
-from moeos.slicing import WHOLE
-from moeos.timeline import gathering
-from moeos.world import TwinOptions
+from moeos.cli.shared import device_reader, process_group
+from moeos.cli.timeline import gathering
+from moeos.partition.slicing import WHOLE
+from moeos.world.control import SoloControl
+from moeos.world.world import TwinOptions
 from tests.host.cli import commands
 
 Value = TypeVar("Value")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from moeos.jit import CompileReport, Kernel
-from moeos.kernel_shape import KernelShape
+from moeos.compile.jit import CompileReport, Kernel
+from moeos.compile.kernel_shape import KernelShape
 from tests.host.cli import commands
 from tests.processes import ROOT
 
@@ -125,7 +125,7 @@ def test_a_missing_compiler_is_one_line_and_code_3(monkeypatch: pytest.MonkeyPat
     def missing() -> None:
         raise RuntimeError("NVRTC is missing: pip install 'moeos[cuda]'")
 
-    monkeypatch.setattr("moeos.jit._load_nvrtc", missing)
+    monkeypatch.setattr("moeos.compile.jit._load_nvrtc", missing)
     code, _, err = invoke(DEMO)
     assert code == 3
     assert err == "moeos: NVRTC is missing: pip install 'moeos[cuda]'\n"

@@ -11,11 +11,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from moeos import files
 from moeos.cli import extras, links, probes
 from moeos.cli.app import app
 from moeos.cli.links import Link
 from moeos.cli.probes import Finding
+from moeos.system import files
 from tests.processes import MOEOS, mpirun
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from moeos import MoEConfig, MoELayer, World, virtual
+from moeos import MoEConfig, MoELayer, World
 from moeos.cli.estimate import even_routing, saved_bytes, weight_bytes_per_rank, work_of
-from moeos.engines.twin import sizes_of
-from moeos.slicing import WHOLE, Slicing
+from moeos.engines.twin.engine import sizes_of
+from moeos.partition.slicing import WHOLE, Slicing
+from moeos.world import virtual
 from tests.layers import config
 
 CODES: dict[str, Any] = {

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from moeos import explore
-from moeos.explore import SCENARIOS, Found, Tally, Wrong
+from moeos.engines import explore
+from moeos.engines.explore import SCENARIOS, Found, Tally, Wrong
 from tests.host.cli import commands
 
 invoke = functools.partial(commands.invoke, "fuzz")

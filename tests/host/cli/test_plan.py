@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from moeos import MoEConfig, MoELayer, World, virtual
-from moeos.engines.twin import sizes_of
-from moeos.kernel_shape import KernelShape
-from moeos.shared_heap import SharedHeap
-from moeos.slicing import Slicing
-from moeos.world import TwinOptions
+from moeos import MoEConfig, MoELayer, World
+from moeos.compile.kernel_shape import KernelShape
+from moeos.engines.shared_heap import SharedHeap
+from moeos.engines.twin.engine import sizes_of
+from moeos.partition.slicing import Slicing
+from moeos.world import virtual
+from moeos.world.world import TwinOptions
 from tests.host.cli import commands
 from tests.processes import ROOT
 

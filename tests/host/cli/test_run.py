@@ -14,8 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moeos import MoELayer, PeerTimeout, host_memory
-from moeos.commands import output
+from moeos import MoELayer, PeerTimeout
+from moeos.cli.shared import output
+from moeos.system import host_memory
 from tests.host.cli import commands
 from tests.processes import MOEOS, ROOT, forked
 

@@ -18,14 +18,15 @@ from typing import Any, get_args
 
 import pytest
 
-from moeos import MoELayer, PeerTimeout, drawing
-from moeos.activations import Activation
-from moeos.bench.report import report
-from moeos.timeline import causes, chrome, files, gathering, picture
-from moeos.timeline.call import COMBINE, DISPATCH, NONE, ROUTE, CallTrace
-from moeos.tracing import RankTrace
-from tests.host import chrome_format, perfetto_reader
+from bench.report import report
+from moeos import MoELayer, PeerTimeout
+from moeos.cli import drawing
+from moeos.cli.timeline import causes, chrome, files, gathering, picture
+from moeos.cli.timeline.call import COMBINE, DISPATCH, NONE, ROUTE, CallTrace
+from moeos.config.activations import Activation
+from moeos.world.tracing import RankTrace
 from tests.host.cli import commands
+from tests.host.cli.timeline import chrome_format, perfetto_reader
 from tests.processes import MOEOS, ROOT, forked
 
 CONFIG = """

@@ -2,7 +2,7 @@
 // The emulator's mbarriers and named barriers, in place of kernels/sm90/ptx/barrier.cuh.
 #pragma once
 
-#include "runtime/base.hpp"
+#include "runtime/words/base.hpp"
 #include "tests/emulator/cuda.hpp"
 
 namespace moeos::sm90 {

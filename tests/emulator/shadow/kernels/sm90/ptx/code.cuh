@@ -2,7 +2,7 @@
 // In place of kernels/sm90/ptx/code.cuh: a host's processor fetches its instructions by itself.
 #pragma once
 
-#include "runtime/base.hpp"
+#include "runtime/words/base.hpp"
 
 namespace moeos::sm90 {
 

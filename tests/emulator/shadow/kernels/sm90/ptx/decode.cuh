@@ -3,8 +3,8 @@
 #pragma once
 
 #include "kernels/formats.hpp"
-#include "kernels/sm90/element.cuh"
-#include "runtime/base.hpp"
+#include "kernels/sm90/ptx/element.cuh"
+#include "runtime/words/base.hpp"
 
 namespace moeos::sm90 {
 

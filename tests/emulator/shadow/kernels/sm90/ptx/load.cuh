@@ -2,7 +2,7 @@
 // The emulator's loads, in place of kernels/sm90/ptx/load.cuh.
 #pragma once
 
-#include "runtime/base.hpp"
+#include "runtime/words/base.hpp"
 
 namespace moeos::sm90 {
 

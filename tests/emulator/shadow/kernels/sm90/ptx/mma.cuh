@@ -2,7 +2,7 @@
 // The emulator's products of one warp, in place of kernels/sm90/ptx/mma.cuh.
 #pragma once
 
-#include "kernels/sm90/element.cuh"
+#include "kernels/sm90/ptx/element.cuh"
 #include "tests/emulator/cuda.hpp"
 
 namespace moeos::sm90 {

@@ -2,7 +2,7 @@
 // The emulator's stores, in place of kernels/sm90/ptx/store.cuh.
 #pragma once
 
-#include "runtime/base.hpp"
+#include "runtime/words/base.hpp"
 
 namespace moeos::sm90 {
 

@@ -3,7 +3,7 @@
 // own accumulators, when it issues the product.
 #pragma once
 
-#include "kernels/sm90/element.cuh"
+#include "kernels/sm90/ptx/element.cuh"
 #include "kernels/sm90/ptx/tma.cuh"
 #include "tests/emulator/products.hpp"
 

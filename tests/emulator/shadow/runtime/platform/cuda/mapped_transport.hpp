@@ -3,7 +3,7 @@
 // which the emulator's machine puts.
 #pragma once
 
-#include "runtime/base.hpp"
+#include "runtime/words/base.hpp"
 
 namespace moeos::cuda {
 

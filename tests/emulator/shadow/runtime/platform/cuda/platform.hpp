@@ -4,8 +4,8 @@
 
 #include <cstring>
 
-#include "runtime/base.hpp"
 #include "runtime/platform/concept.hpp"
+#include "runtime/words/base.hpp"
 #include "tests/emulator/cuda.hpp"
 
 namespace moeos::cuda {

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the report says of bench.gpu's results: where they come from, and their tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bench.report import bars, gpu_plots
+from moeos.cli.shared import output, provenance
+from moeos.cli.shared.section import Section
+
+_COLUMNS = (
+    "moeos", "quartiles", "NCCL + grouped", "times as fast", "G", "F", "W", "N", "T / G",
+    "floor / T", "bar", "T / bar",
+)  # fmt: skip
+
+
+def conditions(results: Mapping[str, Any]) -> str:
+    """What was measured, on what and when, in one paragraph."""
+    runs = results["runs"]
+    first = runs[0]
+    versions = first["versions"]
+    ranks, full = results["ranks"], results["full_ranks"]
+    smaller = (
+        f"; each rank has the experts of one of {full}, so E is {ranks}/{full} of the model's"
+        if ranks < full
+        else ""
+    )
+    coded = any(map(bars.has_formats, results["results"]))
+    formats = " but for the formats that each table names" if coded else ""
+    starts = f", measured in {len(runs)} starts of the ranks" if len(runs) > 1 else ""
+    return (
+        f"{ranks} × {first['gpu']['name']} of one host{smaller}; bfloat16{formats}; driver "
+        f"{first['driver']}, CUDA {versions['cuda']}, NCCL {versions['nccl']}, PyTorch "
+        f"{versions['torch']}, moeos {versions['moeos']}, {provenance.source(results['commit'])}"
+        f"{starts}. Times are of the slowest rank, medians of {results['rounds']} interleaved "
+        f"rounds after {results['warm_up_rounds']} to warm up; T is moeos's. "
+        f"Measured in the same run: {_rates(runs)}."
+    )
+
+
+def sections(results: Mapping[str, Any]) -> list[Section]:
+    """A table for each shape that has been measured."""
+    made = []
+    for name, layer in results["shapes"].items():
+        cases = cases_of(results, name)
+        if cases:
+            full = results["ranks"] >= max(2, results["full_ranks"])  # alone, it sends nothing
+            rows = [_row(found, full) for found in cases]
+            made.append(Section("tokens", _COLUMNS, rows, _heading(results, name, layer)))
+    return made
+
+
+def cases_of(results: Mapping[str, Any], shape: str) -> list[Mapping[str, Any]]:
+    """The measured cases of a shape: by tokens, those routed by the gate first."""
+    cases = [found for found in results["results"] if found["shape"] == shape]
+    return sorted(
+        cases, key=lambda found: (found["routing"] != "gate", found["tokens"], not found["lone"])
+    )
+
+
+def scaling(every: Sequence[Mapping[str, Any]]) -> Section | None:
+    """Times with different numbers of GPUs, as many rows and experts on each; None of one."""
+    by_ranks = {results["ranks"]: results for results in every}
+    if len(by_ranks) < 2:
+        return None
+    counts = sorted(by_ranks)
+    rows = []
+    for name in by_ranks[counts[0]]["shapes"]:
+        for found in cases_of(by_ranks[counts[0]], name):
+            if not bars.gate_on_all_ranks(found) or found["tokens"] == 0:
+                continue
+            same = [same_case(by_ranks[count], found) for count in counts]
+            times = [None if case is None else bars.time_of(case) for case in same]
+            first, last = times[0], times[-1]
+            ratio = "" if first is None or last is None else f"{last / first:.2f}"
+            if ratio and found["tokens"] == bars.WEAK_SCALING_TOKENS:
+                ratio += f" (at most {bars.WEAK_SCALING:g})"
+            shown = ["" if time is None else output.duration(time) for time in times]
+            rows.append([name, str(found["tokens"]), *shown, ratio])
+    columns = ["tokens per rank", *(f"T, {count} GPUs" for count in counts)]
+    return Section("shape", [*columns, f"T({counts[-1]}) / T({counts[0]})"], rows)
+
+
+def same_case(results: Mapping[str, Any], like: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The same case with another number of GPUs; None where it has not been measured."""
+    keys = ("shape", "tokens", "lone", "routing")
+    for found in results["results"]:
+        if all(found[key] == like[key] for key in keys):
+            case: Mapping[str, Any] = found
+            return case
+    return None
+
+
+def _heading(results: Mapping[str, Any], name: str, layer: Mapping[str, Any]) -> str:
+    about = (
+        f"**{name}**: H {layer['hidden']}, I {layer['intermediate']}, E {layer['experts']}, "
+        f"k {layer['top_k']}, {layer['activation']}"
+    )
+    if layer.get("weight_format") is not None:
+        tokens = layer["activation_format"] or layer["dtype"]
+        about += f"; weights in {layer['weight_format']}, tokens in {tokens}"
+    if not gpu_plots.is_drawn(results, name):
+        return about
+    picture = f"{gpu_plots.FOLDER}/{gpu_plots.file_name(results, name)}"
+    return f"{about}\n\n![{name}: time against tokens, and share of the floor]({picture})"
+
+
+def _row(found: Mapping[str, Any], full: bool) -> list[str]:
+    times, limits = found["times"], bars.limits_of(found)
+    time, grouped = bars.time_of(found), limits["G"]
+    low, high = times["moeos"]["quartiles"]
+    speed = f"{times['baseline']['median'] / time:.2f}"
+    wanted = bars.speed_bar(found) if full else None
+    bar = bars.time_bar(found)
+    some = found["tokens"] > 0
+    return [
+        label(found),
+        output.duration(time),
+        f"{output.duration(low)} to {output.duration(high)}",
+        output.duration(times["baseline"]["median"]),
+        speed if wanted is None else f"{speed} (at least {wanted:g})",
+        *(_limit(limits[name], some) for name in ("G", "F", "W", "N")),
+        f"{time / grouped:.2f}" if some and grouped else "",
+        f"{100 * bars.floor_of(found) / time:.0f} %" if some else "",
+        "" if bar is None else f"{bar.words} = {output.duration(bar.seconds)}",
+        "" if bar is None else f"{time / bar.seconds:.2f}",
+    ]
+
+
+def label(found: Mapping[str, Any]) -> str:
+    """What a case is called beside others of its shape."""
+    tokens = f"{found['tokens']} on one rank" if found["lone"] else str(found["tokens"])
+    kind, _, value = found["routing"].partition(":")
+    return f"{tokens}, Zipf {value}" if kind == "zipf" else tokens
+
+
+def _limit(seconds: float | None, some: bool) -> str:
+    return output.duration(seconds) if some and seconds is not None else ""
+
+
+def _rates(runs: Sequence[Mapping[str, Any]]) -> str:
+    def spread(name: str, unit: float) -> str:
+        values = sorted({f"{run['rates'][name] / unit:.0f}" for run in runs})
+        return " and ".join(values)
+
+    parts = [
+        f"F {spread('F', 1e12)} TFLOP/s in one dense product",
+        f"W {spread('W', 1e9)} GB/s of memory read",
+    ]
+    if runs[0]["rates"]["N"] is not None:
+        parts.append(f"N {spread('N', 1e9)} GB/s stored over NVLink")
+    return ", ".join(parts)

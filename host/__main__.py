@@ -1,6 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""`python -m moeos`: the command `moeos` where its script is not installed."""
-
-from moeos.cli.app import main
-
-main()

@@ -1,5 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Studies: each answers one question, such as what a late rank costs.
-
-They measure with what `moeos.bench.gpu` has.
-"""

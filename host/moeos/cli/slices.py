@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a command line says of how experts are cut over ranks, and of how calls of slices compute.
+
+It knows the options and torch.distributed, and nothing of what commands do with a layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+import moeos
+from moeos.cli.shared import process_group
+from moeos.partition.slicing import Slicing, slicing_of
+
+
+@dataclasses.dataclass(frozen=True)
+class SliceOptions:
+    """Arguments of a layer of the same names."""
+
+    parallel: str = "expert"
+    tensor_ranks: int | None = None
+    layout: str = "auto"
+    reduce: str = "auto"
+
+    def slicing(self, ranks: int) -> Slicing:
+        """Of a world of so many ranks. Raises `ValueError` for what a layer would refuse."""
+        return slicing_of(
+            self.parallel, "replicated", ranks, self.tensor_ranks, self.layout, self.reduce
+        )
+
+
+def may_all_reduce(world: moeos.World, cfg: moeos.MoEConfig, slicing: Slicing) -> bool:
+    """Whether some call of a layer leaves its partial sums to torch.distributed.
+
+    Raises `ValueError` where they shall be left, and all ranks are of this process.
+    """
+    if not slicing.may_leave_partials(slicing.cut(cfg)):
+        return False
+    if world.control.shares_memory and slicing.policy.reduce == "after":
+        raise ValueError(
+            "--reduce is after, and torch.distributed, which would add up, has no ranks of one "
+            "process: start a process for each rank, as torchrun does, or give --reduce fused"
+        )
+    return not world.control.shares_memory
+
+
+@contextlib.contextmanager
+def ranks_of_torch(world: moeos.World, *, wanted: bool) -> Iterator[dist.ProcessGroup | None]:
+    """The process group of all ranks for as long as the block runs; None where it is not wanted,
+    or there is one rank. Collective.
+    """
+    if not wanted:
+        yield None
+        return
+    with process_group.over(world) as group:
+        yield group

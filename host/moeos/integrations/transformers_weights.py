@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The weights of an experts module of transformers, and how they lie.
+
+transformers' modules say whether a matrix has a row for each output or for each input, and whether
+gate and up rows follow one another or take turns. The kernels read all of these layouts, so a call
+takes the module's parameters as they are, and nothing of them is kept from one call to the next.
+Must not depend on worlds, calls, or what codes and scales mean.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from moeos.config.config import GateUp
+
+_CODES, _SCALES = "_blocks", ("_scale_inv", "_scales")
+"""What follows the name of a matrix: for codes that are not called as the matrix is, and scales."""
+
+
+class Weights(NamedTuple):
+    """A module's tensors, in the order in which `moeos.Experts` takes them."""
+
+    w1: Tensor
+    w2: Tensor
+    b1: Tensor | None
+    b2: Tensor | None
+    w1_scale: Tensor | None = None
+    w2_scale: Tensor | None = None
+
+
+class Layout(NamedTuple):
+    """Fields of a `MoEConfig` that say how w1 and w2 lie."""
+
+    gate_up: GateUp
+    transposed: bool
+
+
+def names_of(module: Any) -> tuple[str, ...]:
+    """The parameters of a module, in the order of `Weights`, without scales."""
+    names = _matrices(module)
+    biases = tuple(f"{name}_bias" for name in names) if module.has_bias else ()
+    coded = hasattr(module, f"{names[0]}{_CODES}")
+    return (*(f"{name}{_CODES}" if coded else name for name in names), *biases)
+
+
+def scale_names_of(module: Any) -> tuple[str, ...]:
+    """Those that are the scales of both matrices; none of a module that is not quantized."""
+    for end in _SCALES:
+        names = tuple(f"{name}{end}" for name in _matrices(module))
+        if any(getattr(module, name, None) is not None for name in names):
+            return names
+    return ()
+
+
+def weights_of(module: Any) -> Weights:
+    """The module's tensors as they are. Each is read once: under a parametrization, such as that of
+    PEFT's adapters, a read is a computation, which autograd notes and checkpointing repeats.
+    """
+    names = names_of(module)
+    w1, w2 = (getattr(module, name) for name in names[:2])
+    b1, b2 = (getattr(module, name) for name in names[2:]) if module.has_bias else (None, None)
+    scales = (getattr(module, name) for name in scale_names_of(module))
+    return Weights(w1, w2, b1, b2, *scales)
+
+
+def layout_of(module: Any, weights: Weights) -> Layout | None:
+    """How w1 and w2 lie in memory, whatever their strides say first; None where no kernel reads
+    them: their elements are apart, or each lies another way.
+    """
+    interleaved = module.has_gate and not module.is_concatenated
+    gate_up: GateUp = "interleaved" if interleaved else "concatenated"
+    for transposed in (module.is_transposed, not module.is_transposed):
+        turned = transposed != module.is_transposed
+        matrices = [one.transpose(1, 2) if turned else one for one in weights[:2]]
+        if all(one.is_contiguous() for one in matrices):
+            return Layout(gate_up, transposed)
+    return None
+
+
+def as_they_lie(module: Any, weights: Weights, layout: Layout) -> Weights:
+    """`weights`, with w1 and w2 as contiguous views."""
+    if layout.transposed == module.is_transposed:
+        return weights
+    return weights._replace(w1=weights.w1.transpose(1, 2), w2=weights.w2.transpose(1, 2))
+
+
+def _matrices(module: Any) -> tuple[str, str]:
+    return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"

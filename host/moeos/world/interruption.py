@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks do together, and a signal comes to one of them: the others hear of it at once.
+
+An error of the work itself is raised on all ranks, or told by an exchange. What a signal's handler
+raises is neither: it leaves the work wherever it was, of whatever kind the error is. This file
+knows control planes and signals, and nothing of the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from moeos.system.held_signals import HeldSignals, NotedSignals
+from moeos.world.control import ControlPlane
+
+Value = TypeVar("Value")
+
+
+def told(
+    control: ControlPlane,
+    what: str,
+    do: Callable[[], Value],
+    known: HeldSignals | None = None,
+) -> Value:
+    """What `do()` returns or raises. Collective, as `do` is; `what` names it to the other ranks.
+
+    Where a signal's handler raises amid it, the control plane is aborted, so that nobody waits for
+    this rank until the deadline. The same holds of all that is no `Exception`, such as what another
+    thread has this one raise. `known`: what it has kept, `do` has told the others by itself.
+    """
+    signals = NotedSignals()
+    try:
+        with signals:
+            return do()
+    except BaseException as error:
+        of_handler = error is signals.raised or not isinstance(error, Exception)
+        if of_handler and (known is None or error is not known.raised):
+            control.abort(f"{type(error).__name__} in {what}")
+        raise

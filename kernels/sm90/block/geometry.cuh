@@ -1,0 +1,15 @@
+// SPDX-License-Identifier: Apache-2.0
+// The sizes of the one layer that this kernel is compiled for. The host gives each by its name
+// (Sizes::geometry_text), on the compiler's command line.
+//
+// A file of its own, because the runtime's headers include it (runtime/words/geometry_of.hpp). May
+// not know: how they are used.
+#pragma once
+
+#include "runtime/words/geometry.hpp"
+
+namespace moeos {
+
+inline constexpr Geometry kGeometry{MOEOS_GEOMETRY};
+
+}  // namespace moeos

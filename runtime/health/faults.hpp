@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: Apache-2.0
+// Faults on demand: how an actor does what its rank's plan (records.def) says.
+//
+// Nothing is compiled on a machine without P::has_faults(). Every wait here ends at its time, or
+// when the call has failed, which the scheduler's Watch sees to: a fault that lasts longer than the
+// deadline is noticed as any other silence. The loops over a plan's entries are not unrolled: there
+// is no use in more code. May not know: how a plan came here; what a part computes.
+#pragma once
+
+#include "runtime/memory/rank.hpp"
+#include "runtime/memory/records.hpp"
+#include "runtime/platform/team.hpp"
+#include "runtime/words/base.hpp"
+#include "runtime/words/task.hpp"
+
+namespace moeos {
+
+/// One lane.
+template <Platform P>
+void wait_until(const Rank<P>& rank, const Call& call, u64 ns) {
+  u32 idle = 0;
+  while (P::now_ns() < ns && !rank.leaving(call.epoch)) {
+    P::pause(idle);
+  }
+}
+
+/// Until when a hold lasts, which begins with the first actor that asks. One lane.
+template <Platform P>
+u64 held_until(const FaultPlan& plan, Hold& hold) {
+  const u64 now = P::now_ns();
+  // Publishes nothing: of the actors that come here, it elects the one whose time counts.
+  const bool first =
+      P::template compare_exchange_release<Scope::system>(&hold.since_ns, u64{0}, now);
+  // Relaxed: the word speaks for itself.
+  const u64 since = P::template load_relaxed<Scope::system>(&hold.since_ns);
+  if (first && hold.kills != 0) {
+    // Publishes nothing; asks a thread of the host's.
+    P::template store_release<Scope::system>(plan.kill_word, 1U);
+  }
+  const u64 end = since + hold.hold_ns;
+  return end < since ? ~u64{0} : end;
+}
+
+/// What the plan says of a part of a stage: visit(plan, hold) for each hold of it, in its order.
+template <Platform P, class Visit>
+void for_each_hold(const Rank<P>& rank, Stage stage, Visit visit) {
+  if constexpr (P::has_faults()) {
+    FaultPlan& plan = *rank.memory.faults;
+    // Relaxed: it changes only between calls (Scheduler::interrupt).
+    const u32 call = P::template load_relaxed<Scope::device>(rank.memory.calls) + 1;
+#pragma unroll 1
+    for (u32 i = 0; i < plan.holds; ++i) {
+      Hold& hold = plan.hold[i];
+      if (hold.call == call && (hold.stage == stage || hold.stage == Stage::start)) {
+        visit(plan, hold);
+      }
+    }
+  }
+}
+
+/// Keeps a processor from beginning a part of a stage, or any part of a call, as long as the plan
+/// says. One warp. False: the call must be left.
+template <Platform P>
+bool hold_back(const Rank<P>& rank, const Call& call, Stage stage) {
+  bool go = true;
+  for_each_hold(rank, stage, [&](const FaultPlan& plan, Hold& hold) {
+    if (P::lane() == 0) {
+      wait_until(rank, call, held_until<P>(plan, hold));
+    }
+    P::sync_lanes();
+    go = go && !agreed<P>(rank.leaving(call.epoch));
+  });
+  return go;
+}
+
+/// The same of an actor that must not wait, but comes back: whether it is kept from it now. A hold
+/// begins when the one before it is over, as there.
+template <Platform P>
+bool is_held_back(const Rank<P>& rank, Stage stage) {
+  bool held = false;
+  for_each_hold(rank, stage, [&](const FaultPlan& plan, Hold& hold) {
+    held = held || agreed<P>(P::lane() == 0 && P::now_ns() < held_until<P>(plan, hold));
+  });
+  return held;
+}
+
+/// Bytes of results that a part of a tile brings to a peer: its rows' are divided among its parts.
+inline u64 result_bytes_to(const Geometry& geometry, const Task& task, u32 peer) {
+  u64 rows = 0;
+#pragma unroll 1
+  for (u32 s = 0; product_of(geometry, task).sink == Sink::owners && s < task.segment_count; ++s) {
+    rows += task.segments[s].source == peer ? task.segments[s].rows : 0;
+  }
+  return rows * geometry.returned_bytes / task.parts;
+}
+
+/// Before a part is begun that brings bytes_to(peer) bytes to a peer: a slow link lets them through
+/// later. Here and not where they are announced, since the warp that fetches parts has room for
+/// more code. Returns for how many ns it has waited. One warp.
+template <Platform P, class Bytes>
+u64 wait_for_links(const Rank<P>& rank, const Call& call, Bytes bytes_to) {
+  if constexpr (P::has_faults()) {
+    const u64 begun = P::now_ns();
+    FaultPlan& plan = *rank.memory.faults;
+#pragma unroll 1
+    for (u32 i = 0; i < plan.links; ++i) {
+      SlowLink& link = plan.link[i];
+      const u64 bytes = bytes_to(link.peer);
+      if (bytes == 0) {
+        continue;
+      }
+      if (P::lane() == 0) {
+        const u64 now = P::now_ns();
+        u64 through = now;
+        if (link.bytes_per_second != 0) {
+          const u64 ns = bytes * 1'000'000'000ULL / link.bytes_per_second;
+          u64 before = 0;
+          // Each turn means that another processor has put rows into the link's queue. Publishes
+          // nothing: it only takes a place there.
+          do {
+            before = P::template load_relaxed<Scope::system>(&link.free_ns);
+            through = maximum(before, now) + ns;
+          } while (
+              !P::template compare_exchange_release<Scope::system>(&link.free_ns, before, through));
+        }
+        wait_until(rank, call, through + link.latency_ns);
+      }
+      P::sync_lanes();
+    }
+    return P::now_ns() - begun;
+  }
+  return 0;
+}
+
+/// How fast a processor is: this one as fast as it can be.
+template <Platform P, bool = P::has_faults()>
+class Pace {
+ public:
+  Pace(const Rank<P>& /*rank*/, u32 /*index*/) {}
+  void begin_part(const Rank<P>& /*rank*/, const Call& /*call*/) const {}
+  u64 slow_down(const Rank<P>& /*rank*/, const Call& /*call*/) const { return 0; }
+  void end_part() const {}
+};
+
+/// Or as slow as the plan says. Every function by one warp.
+template <Platform P>
+class Pace<P, true> {
+ public:
+  Pace(const Rank<P>& rank, u32 index) {
+    FaultPlan& plan = *rank.memory.faults;
+#pragma unroll 1
+    for (u32 i = 0; i < plan.processors; ++i) {
+      if (plan.processor[i].index == index) {
+        slow_ = &plan.processor[i];
+      }
+    }
+  }
+
+  /// Before a part is begun that will be complete: a slow processor works at one part at a time, so
+  /// that the part's time is its own.
+  void begin_part(const Rank<P>& rank, const Call& call) const {
+    if (slow_ != nullptr && P::lane() == 0) {
+      u32 idle = 0;
+      // Pairs with end_part: who looked at the time of the part before has done so.
+      while (P::template load_acquire<Scope::device>(&slow_->under_way) != 0 &&
+             !rank.leaving(call.epoch)) {
+        P::pause(idle);
+      }
+      // Relaxed: the block's own warps learn of the part, and of its time, by its slot.
+      P::template store_relaxed<Scope::device>(&slow_->under_way, 1U);
+      slow_->since_ns = P::now_ns();
+    }
+    P::sync_lanes();
+  }
+
+  /// When a part is done, and before anybody is told. Returns by how many nanoseconds it takes
+  /// longer, to the first lane.
+  u64 slow_down(const Rank<P>& rank, const Call& call) const {
+    u64 longer = 0;
+    if (slow_ != nullptr && P::lane() == 0) {
+      const u64 now = P::now_ns();
+      constexpr u64 kOnce = 1000;
+      longer = (now - slow_->since_ns) / kOnce * (slow_->factor_milli - kOnce) + slow_->extra_ns;
+      wait_until(rank, call, now + longer);
+    }
+    P::sync_lanes();
+    return longer;
+  }
+
+  /// When everybody has been told.
+  void end_part() const {
+    if (slow_ != nullptr && P::lane() == 0) {
+      // Publishes that nobody looks at the part's time any more; pairs with begin_part.
+      P::template store_release<Scope::device>(&slow_->under_way, 0U);
+    }
+  }
+
+ private:
+  SlowProcessor* slow_ = nullptr;
+};
+
+}  // namespace moeos

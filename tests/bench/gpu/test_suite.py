@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Suites of the GPU benchmark: what a file says, what it may not say, and the layers in it."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.gpu import suite
+from bench.gpu.all_to_all import AllToAllLayer
+from bench.gpu.suite import Case
+from moeos import MoEConfig
+from moeos.compile import kernel_shape
+from tests.bench.measured import SUITE, TWO_SHAPES, small_suite
+
+
+def test_the_suite_of_the_repository_has_the_shapes_that_issues_name() -> None:
+    found = suite.read(SUITE)
+    names = {shape.name: shape for shape in found.shapes}
+    assert set(names) == {
+        *("qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3", "mixtral-8x7b"),
+        *(f"thesis-e{count}" for count in (8, 16, 32, 64, 128)),
+    }
+    assert found.rounds >= 20
+    for name, shape in names.items():
+        gate = {case.tokens for case in shape.cases if case.routing == suite.GATE and not case.lone}
+        if name.startswith("thesis"):
+            assert gate == {1024, 2048, 4096, 8192, 16384}
+            assert f"thesis-e{shape.cfg.experts}" == name
+            assert (shape.cfg.hidden, shape.cfg.intermediate) == (1024, 4096)
+            assert (shape.cfg.top_k, shape.cfg.activation) == (2, "gelu")
+        else:
+            assert gate == {0, 1, 8, 128, 512, 2048, 8192}
+            assert Case(1, lone=True) in shape.cases
+            assert Case(8192, routing="zipf:1.2") in shape.cases
+        assert shape.cfg.max_tokens == max(gate)
+        assert shape.cfg.dtype == torch.bfloat16
+
+
+# Those of training name layers, and have a reader and tests of their own.
+OF_SHAPES = [
+    file for file in sorted(SUITE.parent.glob("*.toml")) if "[[shapes]]" in file.read_text()
+]
+
+
+@pytest.mark.parametrize("file", OF_SHAPES, ids=lambda file: file.stem)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_suite_can_run_on_1_2_and_4_gpus(file: Path, ranks: int) -> None:
+    found = suite.read(file)
+    for shape in found.shapes:
+        cfg = shape.config_on(ranks, found.full_ranks)
+        kernel_shape.check_supported(cfg)
+        kernel_shape.check_supported(cfg.in_numbers())
+        if ranks <= found.full_ranks:
+            assert cfg.experts_per_rank(ranks) == shape.cfg.experts_per_rank(found.full_ranks)
+
+
+def test_the_suite_of_formats_has_the_shapes_and_counts_of_its_bars() -> None:
+    found = suite.read(SUITE.with_name("fp8.toml"))
+    assert found.full_ranks == 2
+    formats = {
+        shape.name: (shape.cfg.weight_format, shape.cfg.activation_format) for shape in found.shapes
+    }
+    by_fp8 = ("fp8_block128", "fp8_group128")
+    assert formats == {
+        "deepseek-v3-half": by_fp8,
+        "qwen3-30b-a3b": by_fp8,
+        "gpt-oss-120b": ("mxfp4", None),
+    }
+    for shape in found.shapes:
+        gate = [case.tokens for case in shape.cases if case.routing == suite.GATE]
+        is_fp8 = shape.name != "gpt-oss-120b"
+        assert gate == ([8, 128, 2048, 8192] if is_fp8 else [1, 8, 128])
+        assert (Case(8192, routing="zipf:1.2") in shape.cases) == is_fp8
+        assert shape.cfg.dtype == torch.bfloat16
+        for cfg in found.layers_of(shape, 2):
+            AllToAllLayer(cfg.in_numbers(), *_baselines_tensors(cfg), None)
+
+
+def _baselines_tensors(cfg: MoEConfig) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """What the all-to-all beside a layer is given, without values."""
+    with torch.device("meta"):
+        bias = torch.empty(cfg.experts) if cfg.selection_bias else None
+        w1 = torch.empty(1, cfg.w1_rows, cfg.hidden, dtype=cfg.dtype)
+        w2 = torch.empty(1, cfg.hidden, cfg.intermediate, dtype=cfg.dtype)
+        return torch.empty(cfg.experts, cfg.hidden, dtype=cfg.dtype), bias, w1, w2
+
+
+def test_shapes_inherit_what_they_do_not_say(tmp_path: Path) -> None:
+    found = suite.read(small_suite(tmp_path))
+    first, second = found.shapes
+    assert (found.rounds, found.warm_up_rounds, found.full_ranks) == (3, 0, 4)
+    assert first.cases == (
+        *(Case(1, lone=True), Case(1), Case(128), Case(2048)),
+        Case(2048, routing="zipf:1.2"),
+    )
+    assert second.cases == (Case(2048),)
+    assert (second.cfg.activation, second.cfg.max_tokens) == ("gelu", 2048)
+
+
+def test_few_tokens_have_a_layer_of_their_own(tmp_path: Path) -> None:
+    found = suite.read(small_suite(tmp_path))
+    first, second = found.shapes
+    assert found.layers_of(first, 4) == {first.cfg: first.cases}
+    split = dataclasses.replace(found, few_tokens=128)
+    few, many = split.layers_of(first, 4).items()
+    assert few == (dataclasses.replace(first.cfg, max_tokens=128), first.cases[:3])
+    assert many == (first.cfg, first.cases[3:])
+    assert split.layers_of(second, 4) == {second.cfg: second.cases}
+    two, _ = split.layers_of(first, 2)
+    assert (two.max_tokens, two.experts) == (128, first.cfg.experts // 2)
+
+
+def test_one_token_lies_on_rank_0_alone() -> None:
+    assert [Case(1, lone=True).tokens_of(rank) for rank in range(3)] == [1, 0, 0]
+    assert [Case(5).tokens_of(rank) for rank in range(2)] == [5, 5]
+
+
+def test_a_selection_keeps_the_layers_as_they_are(tmp_path: Path) -> None:
+    whole = suite.read(small_suite(tmp_path))
+    few = whole.only([], [1])
+    assert [shape.name for shape in few.shapes] == ["qwen3-30b-a3b"]
+    assert few.shapes[0].cases == (Case(1, lone=True), Case(1))
+    assert few.shapes[0].cfg == whole.shapes[0].cfg
+    assert whole.only(["other"], []).shapes == whole.shapes[1:]
+    assert whole.only([], []) == whole
+
+
+@pytest.mark.parametrize(
+    ("shapes", "tokens", "said"),
+    [
+        (["others"], [], "--shapes has 'others'; the suite has other, qwen3-30b-a3b"),
+        ([], [7], "--tokens has 7; the suite has 1, 128, 2048"),
+        (["other"], [128], "--shapes and --tokens leave nothing"),
+    ],
+)
+def test_a_selection_of_what_is_not_there_is_refused(
+    tmp_path: Path, shapes: list[str], tokens: list[int], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        suite.read(small_suite(tmp_path)).only(shapes, tokens)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("rounds = 3", "", "a suite has no key rounds"),
+        ("rounds = 3", "rounds = 2", "rounds is 2; it must be at least 3"),
+        ("rounds = 3", "round = 3", "unknown key 'round' in a suite"),
+        ("tokens = [1, 128, 2048]", "tokens = [128, 1]", "tokens is .* ascending order"),
+        ("tokens = [1, 128, 2048]", "tokens = 1", "tokens is 1; it must be of type list"),
+        ("tokens = [1, 128, 2048]", "", "the shape qwen3-30b-a3b has no tokens"),
+        ("zipf_exponent = 1.2", "", "zipf_tokens needs a zipf_exponent"),
+        ('name = "other"', 'name = "qwen3-30b-a3b"', "there must be some, with different names"),
+        ('name = "other"', "", "it needs a name, and a config or a layer"),
+        ("hidden = 64", "hidden = 63", "hidden is 63"),
+        ("rounds = 3", "rounds", "not a TOML file"),
+    ],
+)
+def test_a_mistake_in_a_file_is_named_with_the_file(
+    tmp_path: Path, old: str, new: str, said: str
+) -> None:
+    path = small_suite(tmp_path, TWO_SHAPES.replace(old, new, 1))
+    with pytest.raises((ValueError, TypeError), match=rf"gpu\.toml: .*{said}"):
+        suite.read(path)
