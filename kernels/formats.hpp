@@ -144,8 +144,8 @@ constexpr GroupScale group_scale(float largest) {
 constexpr u32 coded_row_bytes(u32 values, u32 group, u32 multiple = 16) {
   return align_up(values + values / group * static_cast<u32>(sizeof(float)), multiple);
 }
-/// Of a result of so many. The codes of a group are a cache line, because links carry whole lines
-/// faster (docs/log/0048-whole-lines-for-links.md).
+/// Of a result of so many. The codes of a group are a cache line, because links carry 128 bytes of
+/// one row faster than 64 bytes of each of two rows.
 constexpr u32 coded_result_bytes(u32 values) {
   static_assert(kResultGroup == kCacheLine);
   return coded_row_bytes(values, kResultGroup, kCacheLine);

@@ -67,7 +67,13 @@ def draw(results: Mapping[str, Any], folder: Path) -> Path:
         "experts": ("experts in all", f"{results['scaling_tokens']} tokens a rank"),
     }
     # The same numbers make the same file.
-    with matplotlib.rc_context({"svg.hashsalt": results["benchmark"], "svg.fonttype": "none"}):
+    with matplotlib.rc_context(
+        {
+            "svg.hashsalt": results["benchmark"],
+            "svg.fonttype": "none",
+            "font.sans-serif": ["DejaVu Sans"],
+        }
+    ):
         figure = drawing.figure(10, 4.2)
         for axes, (along, found) in zip(
             figure.subplots(1, 2), series(results).items(), strict=True

@@ -76,7 +76,9 @@ def draw(results: Mapping[str, Any], folder: Path) -> list[Path]:
     files = []
     for shape in shapes:
         # The same numbers make the same file.
-        with matplotlib.rc_context({"svg.hashsalt": shape, "svg.fonttype": "none"}):
+        with matplotlib.rc_context(
+            {"svg.hashsalt": shape, "svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"]}
+        ):
             files.append(folder / file_name(results, shape))
             _draw(results, shape, files[-1])
     return files

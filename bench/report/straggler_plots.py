@@ -45,7 +45,14 @@ def draw(results: Mapping[str, Any], folder: Path) -> Path:
     columns = min(_COLUMNS, len(scenarios))
     file = folder / file_name(results)
     # The same numbers make the same file.
-    with matplotlib.rc_context({"svg.hashsalt": results["benchmark"], "svg.fonttype": "none"}):
+    with matplotlib.rc_context(
+        {
+            "svg.hashsalt": results["benchmark"],
+            "svg.fonttype": "none",
+            "font.sans-serif": ["DejaVu Sans"],
+            "path.simplify_threshold": 1.0,
+        }
+    ):
         figure = drawing.figure(3.6 * columns, 2.9 * rows)
         every = figure.subplots(rows, columns, squeeze=False)
         for axes in every.flat[len(scenarios) :]:

@@ -142,7 +142,8 @@ MOEOS_INLINED void run_fetch(const RankArguments& arguments, const Rank<Machine>
 
 /// Whether a warp that waits for its block's next part has time to run through what it does for a
 /// tile, with one of no rows. What it then has in the instruction cache need not come from L2 when
-/// rows wait for it: of consumers some 30 KB (docs/log/0038-rehearsal.md).
+/// rows wait for it: of consumers some 30 KB, for which a block's first part took 13 us longer than
+/// the others.
 inline bool may_rehearse(Barrier& full, u32 parity) {
   constexpr u64 kPatienceNs = 4'000;  // Route's parts are there sooner
   const u64 begin_ns = Machine::now_ns();

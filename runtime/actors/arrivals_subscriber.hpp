@@ -40,7 +40,8 @@ class ArrivalsSubscriber {
   static constexpr u64 kPatienceUnderWayNs = 200'000;
   /// How long a call that may be planned up front waits for counts of ranks that are late, once
   /// this one is routed, before tiles are made of rows that are here. Processors idle meanwhile,
-  /// but with tiles that are made so the rest takes longer (docs/log/0083-a-little-late.md).
+  /// but with tiles that are made so the rest takes longer: with a rank that was 16 us late, a call
+  /// of 371 us took 457 us without patience, and 385 us with it.
   static constexpr u64 kCountsPatienceNs = 24'000;
   /// And never more than such a share of the deadline: one expert after the other is packed so.
   static constexpr u32 kPatiencesOfDeadline = 32;
@@ -290,7 +291,8 @@ class ArrivalsSubscriber {
   /// products, and between them, some waves later, their second ones. So a part waits for none
   /// behind it, and not long for those before it; and results go over the links all the time. But
   /// where second parts are longer than first ones, and so links have little to do, all of them go
-  /// last: the end of a call is then all processors' (docs/log/0066-first-gemms-first.md).
+  /// last: the end of a call is then all processors', which took up to 4.5 % off large calls of
+  /// such layers.
   void hand_out_waves(u32 begin) const {
     const Geometry& geometry = rank_.geometry();
     const u32 end = plan_.tiles();

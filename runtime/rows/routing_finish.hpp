@@ -140,8 +140,8 @@ void send_bases(const Rank<P>& rank, const Call& call) {
 ///
 /// Their order is in rows of groups of chunks, in each row one group for every peer that has one
 /// left, the next rank first and this one last: tiles have rows of all sources, so they are
-/// complete early if all peers' rows leave side by side
-/// (docs/log/0080-all-calls-over-direct-links.md).
+/// complete early if all peers' rows leave side by side. With this rank's own rows first,
+/// processors were idle for 60 % of the first 80 us of a call.
 template <Platform P>
 u32 list_dispatch(const Rank<P>& rank, const Call& call, Team team) {
   const Geometry& geometry = rank.geometry();

@@ -419,8 +419,8 @@ struct Geometry {
   /// many are cut in halves: of what is left when each processor has had as many parts as any
   /// other, most may have none. If that is so few parts that each half has a processor, it is cut:
   /// half a part takes more than half as long, since it loads the same rows, but less than a whole
-  /// one. In a call of few tiles that is all of them (docs/log/0051-halves.md,
-  /// docs/log/0066-first-gemms-first.md).
+  /// one. In a call of few tiles that is all of them: 128 tokens of Mixtral-8x7B took 288 us in
+  /// place of 321.
   constexpr u32 tiles_in_halves(u32 left) const {
     if (product1_narrow_parts <= product1_parts) {
       return 0;

@@ -14,7 +14,7 @@ import pytest
 
 from tests.processes import ROOT
 
-FOLDERS = (".", "docs", "docs/h100", "docs/log", "docs/performance", "results")
+FOLDERS = (".", "docs", "docs/log", "docs/performance", "results")
 """Where the pages lie."""
 
 LEFT_OUT = {"docs/api.md": "written by tests/docs/reference_page.py"}
@@ -108,7 +108,7 @@ def test_a_page_is_in_plain_words(name: str) -> None:
 
 
 def test_pages_are_found() -> None:
-    assert {"README.md", "docs/sizing.md", "docs/h100/evaluation.md"} <= set(PAGES)
+    assert {"README.md", "docs/sizing.md", "docs/evaluation.md"} <= set(PAGES)
     assert all((ROOT / name).exists() for name in LEFT_OUT)
 
 

@@ -29,8 +29,8 @@ def _patterns(cell: str) -> list[str]:
 
 
 def test_results_are_found() -> None:
-    assert len(FILES) > 200
-    assert len(ROWS) > 100
+    assert len(FILES) > 50
+    assert len(ROWS) > 20
 
 
 def test_every_file_stands_in_one_row() -> None:

@@ -176,8 +176,8 @@ inline Rank<Machine> rank_of_look(const RankArguments& arguments) {
 
 /// The rank, for one look at where results go. In a call of gradients, where several ranks share a
 /// launch, and in a large world, the words of its shape lie at an address that the compiler cannot
-/// foresee, likewise: else kernels of eight ranks keep registers in memory
-/// (docs/log/0112-what-is-kept-between-two-looks.md).
+/// foresee, likewise: else the compiler works it out before the loop over parts, and kernels of
+/// eight ranks keep registers in memory.
 inline Rank<Machine> rank_of_results(const RankArguments& arguments, const Rank<Machine>& rank) {
   Rank<Machine> found = rank;
   if constexpr (kGradients || kVirtualRanks > 1 || kGeometry.world > 4) {

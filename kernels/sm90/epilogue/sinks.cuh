@@ -88,8 +88,7 @@ inline RowBetween row_between(const Task& task, const Slot& slot, u32 row, u32 r
 /// Rows of the second product's results that a thread stores for one half of its accumulators. Of a
 /// world of one rank: the accumulators' own. Where results go over links: that and its neighbour's,
 /// the lane with the next or the last row. Such two exchange halves, so that eight lanes together
-/// store 128 bytes of one row, a cache line: links carry that faster than 64 bytes of each of two
-/// (docs/log/0048-whole-lines-for-links.md).
+/// store 128 bytes of one row, a cache line: links carry that faster than 64 bytes of each of two.
 class ResultRows {
  public:
   ResultRows(const Task& task, u32 lower) {

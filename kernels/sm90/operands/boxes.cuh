@@ -15,7 +15,8 @@ namespace moeos::sm90 {
 ///
 /// Each lane has its own and keeps it for the whole part. What is left to do in a step takes some
 /// ten instructions a box; finding the boxes again in each would take longer than the step's loads
-/// where a tile has many small segments (docs/log/0020-a-lane-a-box.md).
+/// where a tile has many small segments: one lane needed 150 cycles a box, and 1.7 us a step of a
+/// dozen boxes.
 struct Box {
   const TensorMap* map = nullptr;
   bool of_weights = false;

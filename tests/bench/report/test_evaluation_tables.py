@@ -199,7 +199,7 @@ def test_the_page_has_the_memory_table_of_now(tmp_path: Path) -> None:
     assert page.read_text() == PAGE.read_text()
 
 
-@pytest.mark.parametrize("machine", ["", "h100"], ids=["H200", "H100"])
+@pytest.mark.parametrize("machine", [""], ids=["H200"])
 def test_the_tables_and_plots_of_a_page_are_those_of_the_results(machine: str) -> None:
     texts = report.pages(PAGE.parent / machine / PAGE.name)
     folder = ROOT / "results" / machine / "evaluation"

@@ -14,8 +14,6 @@ from tests.processes import ROOT
 RESULTS = ROOT / "results" / "twin.json"
 PAGE = ROOT / "docs" / "performance.md"
 RELIABILITY = ROOT / "docs" / "reliability.md"
-H100 = ROOT / "docs" / "h100" / PAGE.name
-RESULTS_OF_H100 = RESULTS.parent / "h100"
 
 EMPTY = "# Log\n<!-- benchmark twin -->\n<!-- end of benchmark twin -->\nafter\n"
 
@@ -35,24 +33,14 @@ def test_the_tables_of_the_pages_are_those_of_the_results(file: Path) -> None:
     assert written == texts
 
 
-@pytest.mark.parametrize("file", sorted(RESULTS_OF_H100.glob("*.json")), ids=lambda file: file.stem)
-def test_the_tables_of_another_machine_are_those_of_its_results(file: Path) -> None:
-    found = json.loads(file.read_text())
-    texts = report.pages(H100)
-    written = report.put(texts, found["benchmark"], report.markdown(found), RESULTS_OF_H100)
-    assert written == texts
-
-
-@pytest.mark.parametrize(
-    ("page", "folder"), [(PAGE, RESULTS.parent), (H100, RESULTS_OF_H100)], ids=["H200", "H100"]
-)
+@pytest.mark.parametrize(("page", "folder"), [(PAGE, RESULTS.parent)], ids=["H200"])
 def test_what_compares_numbers_of_gpus_is_that_of_the_results(page: Path, folder: Path) -> None:
     texts = report.pages(page)
     assert report.put(texts, report.SCALING, report.scaling(folder), folder) == texts
     assert report.put(texts, report.BARS, report.bars(folder), folder) == texts
 
 
-@pytest.mark.parametrize("folder", [RESULTS.parent, RESULTS_OF_H100], ids=["H200", "H100"])
+@pytest.mark.parametrize("folder", [RESULTS.parent], ids=["H200"])
 def test_the_plots_are_of_the_results(folder: Path) -> None:
     drawn = {}
     for file in folder.glob("*.json"):

@@ -16,9 +16,12 @@ from moeos.compile.kernel_shape import KernelShape
 from moeos.system.files import read_toml
 
 ROOT = Path(__file__).parents[3]
-RESULTS, SUITE = ROOT / "results", ROOT / "configs" / "suites" / "fine-grained.toml"
-COMMITTED = json.loads((RESULTS / "studies" / "layouts-1.json").read_text())
-TREES = json.loads((RESULTS / "trees" / "own-rows-1.json").read_text())
+MEASURED, SUITE = (
+    Path(__file__).parent / "measured",
+    ROOT / "configs" / "suites" / "fine-grained.toml",
+)
+COMMITTED = json.loads((MEASURED / "layouts-1.json").read_text())
+TREES = json.loads((MEASURED / "own-rows-1.json").read_text())
 
 
 def test_a_seed_draws_the_same_shapes_whatever_their_number() -> None:
