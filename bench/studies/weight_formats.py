@@ -22,7 +22,7 @@ import moeos
 from bench.gpu import compile_ahead
 from bench.gpu.in_turn import FLUSHED_TOKENS, InTurn
 from bench.studies import options
-from moeos.config.formats import NAMES
+from moeos.config.element_formats import NAMES
 
 TOKENS = (1, 8, 128, 512, 2048, 8192)
 ROUNDS, WARM_UP = 20, 4
