@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of other libraries: whose blocks can be read, from which files, into which layer.
 
-It knows Hugging Face's names and formats, and nothing of the layer that will hold the weights.
+Must not depend on the layer that will hold the weights.
 """
 
 from moeos.checkpoints.block import load_block

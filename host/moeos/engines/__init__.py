@@ -1,2 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One file for each machine that the device OS runs on; each makes an `Engine`."""
+"""What runs a call: a folder for each machine of the device OS, and what both share.
+
+Each folder makes an `Engine`. Must not depend on modules, their parameters or checkpoints.
+"""

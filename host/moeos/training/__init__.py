@@ -3,6 +3,8 @@
 
 Losses that balance experts, counts and biases, norms and scales of gradients, sums of experts'
 gradients over replicas, and the rounding of routing to tiles. None of them makes a call of a layer.
+
+Must not depend on adapters or on the command line.
 """
 
 from moeos.call.rounding import round_tokens
