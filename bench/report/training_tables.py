@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bench.report import papers
-from moeos.cli.shared import output, provenance
+from bench.report import papers, run
+from moeos.cli.shared import output
 from moeos.cli.shared.section import Section
 
 PREFIX = "training-"
@@ -23,9 +23,10 @@ _OTHERS = "The papers' columns are of one H100: other machines than ours."
 
 def conditions(results: Mapping[str, Any]) -> str:
     """What was measured, on what and when, in one paragraph."""
+    first = run.first_run(results)
     return (
-        f"{results['device']}, {results['processors']} processors, {results['machine']['cores']} "
-        f"cores; PyTorch {results['versions']['torch']}, {provenance.source(results['commit'])}. "
+        f"{results['device']}, {first['processors']} processors, {first['machine']['cores']} "
+        f"cores; PyTorch {first['versions']['torch']}, {run.source(results)}. "
         f"Medians of {results['rounds']} rounds after {results['warm_up_rounds']} to warm up, in "
         "which all contestants take turns. grouped_mm is autograd of torch._grouped_mm. Routing is "
         "given to all. Rates count 2 FLOPs for each multiplication of the experts' products, and "
