@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import inspect
 import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -43,12 +44,27 @@ Seed = Annotated[int, typer.Option(help="Of weights, tokens and routing.")]
 SuiteFile = Annotated[Path, typer.Argument(help="The suite's TOML file.")]
 
 Case = dict[str, Any]
+Options = TypeVar("Options")
 
 
 def start(command: Callable[..., None]) -> None:
     """Runs a study's command by its options, on each rank; help is shown by rank 0 alone."""
     with helps.shown_once():
         typer.run(command)
+
+
+def command_of(options: type[Options], about: str, body: Callable[[Options], None]) -> Any:
+    """A command whose options are the fields of a dataclass; `about`: what its help says."""
+
+    def command(**values: Any) -> None:
+        body(options(**values))
+
+    command.__doc__ = about
+    command.__annotations__ = hints = get_type_hints(options, include_extras=True)
+    given = inspect.signature(options).parameters
+    fields = [one.replace(annotation=hints[name]) for name, one in given.items()]
+    command.__signature__ = inspect.Signature(fields)  # type: ignore[attr-defined]
+    return command
 
 
 def run(body: Callable[[moeos.World], Study], backend: str, deadline: float = PATIENCE) -> None:
@@ -94,7 +110,7 @@ class Study:
 
     Args:
         world: of all ranks.
-        out: the document's file; continued if it exists.
+        out: the document's file, if it has one; continued if it exists.
         name: of the results, without the number of ranks.
         module: that is run, for the command that the document names.
         rounds: of contestants in turn.
@@ -114,7 +130,7 @@ class Study:
     def __init__(
         self,
         world: moeos.World,
-        out: Path,
+        out: Path | None,
         name: str,
         module: str,
         rounds: Rounds = Rounds(),
@@ -138,7 +154,7 @@ class Study:
                 **prepare(),
                 "runs": [],
             }
-            return continued(made, out) if world.rank == 0 and out.exists() else made
+            return continued(made, out) if world.rank == 0 and out and out.exists() else made
 
         self.document: Case = failures.agree(world, document, "the input of the study")
         self.group = process_group.start(world)
@@ -160,11 +176,15 @@ class Study:
 
     def add(self, into: list[Case], case: Mapping[str, Any], found: Mapping[str, Any]) -> None:
         """Puts what was found of a case into a list of the document, and this into its file."""
+        self.begin_run()
+        into.append({**case, "run": len(self.document["runs"]) - 1, **found})
+        self.write()
+
+    def begin_run(self) -> None:
+        """Notes what this run's numbers depend on, before the first of them."""
         if not self._begun:
             self.document["runs"].append(environment(self.world, self._module) | self.about)
             self._begun = True
-        into.append({**case, "run": len(self.document["runs"]) - 1, **found})
-        self.write()
 
     def describe_layer(self, field: str, name: str, about: Case) -> Case:
         """A layer in a table of the document, alike in every run. Raises `ValueError` if another
@@ -177,7 +197,7 @@ class Study:
 
     def write(self) -> None:
         """Puts the document into its file in one step."""
-        if self.world.rank == 0:
+        if self.world.rank == 0 and self._out is not None:
             replace(self._out, text(self.document))
 
     def timed(

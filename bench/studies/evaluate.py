@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -36,65 +35,33 @@ _PATIENCE = 60.0  # seconds in which a call must end
 class Options:
     """What the command line says."""
 
-    out: Path
-    tokens: tuple[int, ...] = thesis.TOKENS
-    scaling_experts: int = thesis.TOKEN_SCALING_EXPERTS
-    experts: tuple[int, ...] = thesis.EXPERTS
-    scaling_tokens: int = thesis.EXPERT_SCALING_TOKENS
-    hidden: int = thesis.HIDDEN
-    intermediate: int = thesis.INTERMEDIATE
-    rounds: int = 20
-    warm_up: int = 5
-    seed: int = 0
+    out: Out
+    tokens: Annotated[
+        str, typer.Option(help="Of each rank, with --scaling-experts; commas between.")
+    ] = ",".join(map(str, thesis.TOKENS))
+    scaling_experts: Annotated[int, typer.Option(help="Experts of the token scaling.")] = (
+        thesis.TOKEN_SCALING_EXPERTS
+    )
+    experts: Annotated[
+        str, typer.Option(help="Of all ranks, with --scaling-tokens; commas between.")
+    ] = ",".join(map(str, thesis.EXPERTS))
+    scaling_tokens: Annotated[
+        int, typer.Option(help="Tokens of each rank in the expert scaling.")
+    ] = thesis.EXPERT_SCALING_TOKENS
+    hidden: Annotated[int, typer.Option(help="Elements of a token.")] = thesis.HIDDEN
+    intermediate: Annotated[int, typer.Option(help="Elements between an expert's GEMMs.")] = (
+        thesis.INTERMEDIATE
+    )
+    rounds: Annotated[int, typer.Option(help="Measured calls of each layer in a case.")] = 20
+    warm_up: Annotated[int, typer.Option(help="Calls of each before them.")] = 5
+    backend: Backend = "auto"
+    seed: Seed = 0
 
     def cases(self, tokens: Sequence[int], experts: Sequence[int]) -> list[Case]:
         """Those of these numbers of tokens and of experts."""
         found = [(of_rank, self.scaling_experts) for of_rank in tokens]
         found += [(self.scaling_tokens, in_all) for in_all in experts]
         return [{"tokens": of_rank, "experts": of_all} for of_rank, of_all in dict.fromkeys(found)]
-
-
-def main(
-    out: Out,
-    tokens: Annotated[
-        str, typer.Option(help="Of each rank, with --scaling-experts; commas between.")
-    ] = ",".join(map(str, thesis.TOKENS)),
-    scaling_experts: Annotated[
-        int, typer.Option(help="Experts of the token scaling.")
-    ] = thesis.TOKEN_SCALING_EXPERTS,
-    experts: Annotated[
-        str, typer.Option(help="Of all ranks, with --scaling-tokens; commas between.")
-    ] = ",".join(map(str, thesis.EXPERTS)),
-    scaling_tokens: Annotated[
-        int, typer.Option(help="Tokens of each rank in the expert scaling.")
-    ] = thesis.EXPERT_SCALING_TOKENS,
-    hidden: Annotated[int, typer.Option(help="Elements of a token.")] = thesis.HIDDEN,
-    intermediate: Annotated[
-        int, typer.Option(help="Elements between an expert's GEMMs.")
-    ] = thesis.INTERMEDIATE,
-    rounds: Annotated[int, typer.Option(help="Measured calls of each layer in a case.")] = 20,
-    warm_up: Annotated[int, typer.Option(help="Calls of each before them.")] = 5,
-    backend: Backend = "auto",
-    seed: Seed = 0,
-) -> None:
-    """Measures moeos and a bulk-synchronous layer in the cases of the thesis' evaluation."""
-
-    def body(world: moeos.World) -> Study:
-        options = Options(
-            out=out,
-            tokens=numbers("--tokens", tokens),
-            scaling_experts=scaling_experts,
-            experts=numbers("--experts", experts),
-            scaling_tokens=scaling_tokens,
-            hidden=hidden,
-            intermediate=intermediate,
-            rounds=rounds,
-            warm_up=warm_up,
-            seed=seed,
-        )
-        return Evaluation(world, options).measure_all()
-
-    study.run(body, backend, _PATIENCE)
 
 
 def config_of(options: Options, backend: str, case: Case) -> moeos.MoEConfig:
@@ -135,10 +102,13 @@ class Evaluation(Study):
 
     def __init__(self, world: moeos.World, options: Options) -> None:
         self._options = options
+        asked: dict[str, tuple[int, ...]] = {}
 
         def prepare() -> Case:
             check_counts(rounds=(options.rounds, 2), warm_up=(options.warm_up, 1))
-            for case in options.cases(options.tokens, options.experts):
+            asked["tokens"] = numbers("--tokens", options.tokens)
+            asked["experts"] = numbers("--experts", options.experts)
+            for case in options.cases(**asked):
                 require_even(config_of(options, world.backend, case), world.size)
             sizes = {"tokens": options.scaling_tokens, "experts": options.scaling_experts}
             layer = config_of(options, world.backend, sizes)
@@ -160,8 +130,8 @@ class Evaluation(Study):
         name = f"{evaluation_tables.PREFIX}{world.backend}-{world.size}"
         rounds = Rounds(options.rounds, options.warm_up)
         super().__init__(world, options.out, name, "bench.studies.evaluate", rounds, prepare)
-        for field, asked in (("tokens", options.tokens), ("experts", options.experts)):
-            self.document[field] = sorted({*asked, *self.document[field]})
+        for field, counts in asked.items():
+            self.document[field] = sorted({*counts, *self.document[field]})
 
     def write(self) -> None:
         measured = [(case["tokens"], case["experts"]) for case in self.document["cases"]]
@@ -271,6 +241,15 @@ def _operations_of(call: Callable[[], object]) -> dict[str, int]:
     return count_operations(
         event.name for event in trace.events() if event.device_type == DeviceType.CUDA
     )
+
+
+def _run(options: Options) -> None:
+    study.run(lambda world: Evaluation(world, options).measure_all(), options.backend, _PATIENCE)
+
+
+main = study.command_of(
+    Options, "Measures moeos and an all-to-all in the cases of the thesis' evaluation.", _run
+)
 
 
 if __name__ == "__main__":

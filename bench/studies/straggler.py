@@ -47,60 +47,30 @@ _EVENTS = 8192
 class Options:
     """What the command line says."""
 
-    config: Path
-    out: Path
-    scenarios: tuple[str, ...] = ()
-    steps: int = 50
-    warm_up: int = 5
-    tokens: int | None = None
-    nodes: int = 1
-    link_latency: float = 0.0
-    link_rate: float | None = None
-    seed: int = 0
-    plots: Path | None = None
-
-
-def main(
-    config: Annotated[Path, typer.Argument(help="TOML file of the layer, without biases.")],
-    out: Out,
+    config: Annotated[Path, typer.Argument(help="TOML file of the layer, without biases.")]
+    out: Out
     scenario: Annotated[
         list[str] | None, typer.Option(help=f"Repeatable; one of: {scenarios.FORMS}.")
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Measured steps of each scenario.")] = 50,
-    warm_up: Annotated[int, typer.Option(help="Steps before them.")] = 5,
+    ] = None
+    steps: Annotated[int, typer.Option(help="Measured steps of each scenario.")] = 50
+    warm_up: Annotated[int, typer.Option(help="Steps before them.")] = 5
     tokens: Annotated[
         int | None, typer.Option(help="Of each rank and step; else as the config says.")
-    ] = None,
-    backend: Backend = "auto",
+    ] = None
+    backend: Backend = "auto"
     nodes: Annotated[
         int, typer.Option(help="Nodes of equally many ranks; other nodes are reached by puts.")
-    ] = 1,
+    ] = 1
     link_latency: Annotated[
         float, typer.Option(help="Seconds of a link between nodes; on the twin.")
-    ] = 0.0,
+    ] = 0.0
     link_rate: Annotated[
         float | None, typer.Option(help="Bytes per second of such a link; on the twin.")
-    ] = None,
-    seed: Seed = 0,
+    ] = None
+    seed: Seed = 0
     plot: Annotated[
         Path | None, typer.Option(help="Folder for plots and a timeline; needs matplotlib.")
-    ] = None,
-) -> None:
-    """Compares moeos with a bulk-synchronous layer where ranks are late or slow."""
-    options = Options(
-        config=config,
-        out=out,
-        scenarios=tuple(scenario or ()),
-        steps=steps,
-        warm_up=warm_up,
-        tokens=tokens,
-        nodes=nodes,
-        link_latency=link_latency,
-        link_rate=link_rate,
-        seed=seed,
-        plots=plot,
-    )
-    study.run(lambda world: Stragglers(world, options).measure_all(), backend, _PATIENCE)
+    ] = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,9 +104,9 @@ def prepare(world: moeos.World, options: Options) -> Plan:
     cfg = moeos.MoEConfig.from_toml(options.config)
     require_even(cfg, world.size)
     settings = read_settings(options.config)
-    if options.plots is not None and not options.plots.is_dir():
-        raise ValueError(f"--plot is {options.plots}; it must be a folder that exists")
-    if options.plots is not None:
+    if options.plot is not None and not options.plot.is_dir():
+        raise ValueError(f"--plot is {options.plot}; it must be a folder that exists")
+    if options.plot is not None:
         try:
             drawing.matplotlib()  # before minutes of measuring
         except RuntimeError as error:
@@ -156,7 +126,7 @@ def prepare(world: moeos.World, options: Options) -> Plan:
     nodes = Nodes(world.size, options.nodes, options.link_latency, options.link_rate)
     if nodes.limited and world.backend != "twin":
         raise ValueError("links are slowed on the twin; on GPUs leave them as they are")
-    names = options.scenarios or tuple(
+    names = tuple(options.scenario or ()) or tuple(
         name.format(last=world.size - 1) for name in scenarios.DEFAULTS
     )
     for name in names:  # all refusals before the first step
@@ -210,11 +180,11 @@ class Stragglers(Study):
             self.add(found, case, self._scenario(scenario_of(case["name"])))
         self.document["incast"] = self._incast()
         self.document["timeline"] = None
-        if self._options.plots is not None:
+        if self._options.plot is not None:
             asked = [scenario_of(name) for name in self._plan.names]
             self.document["timeline"] = self._timeline(asked)
             if self.world.rank == 0:
-                plots.draw_stragglers(self.document, self._options.plots)
+                plots.draw_stragglers(self.document, self._options.plot)
         self.write()
         return self
 
@@ -320,7 +290,7 @@ class Stragglers(Study):
             baseline(x)
             seconds = measured(self.clock, lambda: baseline(x), delay)
             theirs = self.world.control.allgather(seconds, "the all-to-all's step")
-        folder = self._options.plots
+        folder = self._options.plot
         assert folder is not None
         name = f"{benchmark_of(self.world, self._plan.nodes)}-timeline.png"
         if self.world.rank == 0:
@@ -379,6 +349,15 @@ def _done_before(step: Sequence[_Step], late: int) -> float:
         if rank != late and others > 0:
             shares.append(one.rows_before_counts[late] / others)
     return min(shares, default=1.0)
+
+
+def _run(options: Options) -> None:
+    study.run(lambda world: Stragglers(world, options).measure_all(), options.backend, _PATIENCE)
+
+
+main = study.command_of(
+    Options, "Compares moeos with an all-to-all where ranks are late or slow.", _run
+)
 
 
 if __name__ == "__main__":

@@ -64,9 +64,9 @@ def options_of(file: Path, **changed: Any) -> Options:
     """Those of TINY."""
     given: dict[str, Any] = {
         "out": file,
-        "tokens": (16, 48),
+        "tokens": "16,48",
         "scaling_experts": 8,
-        "experts": (4, 8),
+        "experts": "4,8",
         "scaling_tokens": 16,
         "hidden": 32,
         "intermediate": 48,
@@ -147,7 +147,7 @@ def test_an_evaluation_goes_on_where_it_ended_and_says_what_is_missing(
     whole = out.with_name("whole.json")
     # An evaluation that was cut off before its last case, and is asked for another one.
     whole.write_text(json.dumps(before | {"cases": before["cases"][:-1]}))
-    options = options_of(whole, tokens=(16, 48, 32))
+    options = options_of(whole, tokens="16,48,32")
 
     def rank_main(world: World) -> list[Case]:
         one = evaluate.Evaluation(world, options)
@@ -169,7 +169,8 @@ def test_an_evaluation_goes_on_where_it_ended_and_says_what_is_missing(
         ({"rounds": 1}, "--rounds is 1; allowed: 2 to"),
         ({"warm_up": 0}, "--warm-up is 0; allowed: 1 to"),
         ({"hidden": 33}, "hidden"),
-        ({"experts": (4, 5)}, "experts"),
+        ({"experts": "4,5"}, "experts"),
+        ({"experts": "4,x"}, "--experts is '4,x'; it must be numbers from 1 on"),
         ({"out": Path("/nowhere/out.json")}, "--out is /nowhere/out.json"),
     ],
 )

@@ -179,12 +179,12 @@ def options_in(folder: Path, **changed: Any) -> Options:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"scenarios": ("late:2:1x",)}, "names '2'; ranks are 0 to 1"),
+        ({"scenario": ["late:2:1x"]}, "names '2'; ranks are 0 to 1"),
         ({"nodes": 3}, "--nodes is 3; it must divide 2 ranks equally"),
         ({"steps": 1}, "--steps is 1; allowed: 2 to"),
         ({"warm_up": 0}, "--warm-up is 0; allowed: 1 to"),
         ({"tokens": 65}, "tokens is 65; allowed: 0 to"),
-        ({"plots": Path("/nowhere")}, "--plot is /nowhere; it must be a folder that exists"),
+        ({"plot": Path("/nowhere")}, "--plot is /nowhere; it must be a folder that exists"),
         ({"config": ROOT / "configs" / "thesis.toml"}, "has biases, a capacity or a SwiGLU limit"),
     ],
 )
@@ -230,7 +230,7 @@ def test_plots_without_matplotlib_are_refused_before_the_first_step(
         raise RuntimeError("matplotlib, which draws plots, is missing")
 
     monkeypatch.setattr(straggler.drawing, "matplotlib", missing)
-    options = Options(config=folder / "tiny.toml", out=folder / "no.json", plots=folder / "plots")
+    options = Options(config=folder / "tiny.toml", out=folder / "no.json", plot=folder / "plots")
     with pytest.raises(ValueError, match="--plot is given: matplotlib, which draws plots, is mis"):
         virtual.run(lambda world: straggler.prepare(world, options), 2)
 

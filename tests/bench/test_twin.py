@@ -12,9 +12,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from bench import twin
 from bench.report import report
-from bench.twin import benchmark
-from bench.twin.conductor import Outcome
+from bench.twin import Outcome
 from tests.nightly import at_night
 from tests.processes import ROOT
 
@@ -62,10 +62,11 @@ Run = tuple[dict[str, Any], str]
 def test_the_conditions_of_the_run_are_recorded(run: Run) -> None:
     results, printed = run
     assert results["benchmark"] == "twin"
-    assert results["command"].startswith("python -m bench.twin ")
-    assert results["machine"]["processor"]
-    assert results["machine"]["cores"] >= 1
-    assert {"python", "torch", "moeos", "openmpi"} <= set(results["versions"])
+    [about] = results["runs"]
+    assert about["command"].startswith("python -m bench.twin ")
+    assert about["machine"]["processor"]
+    assert about["machine"]["cores"] >= 1
+    assert {"python", "torch", "moeos", "openmpi"} <= set(about["versions"])
     assert len(results["load"]["average_before"]) == len(results["load"]["average_after"]) == 3
     assert len(results["load"]["cores_used_by_others"]) == 9
     assert (results["config"]["hidden"], results["ranks"]) == (32, 2)
@@ -125,7 +126,7 @@ def test_the_cost_of_a_task_is_the_slope_over_tasks_and_the_rest_is_the_calls() 
     few = [call(100, 3e-4), call(110, 9e-4), call(100, 3e-4)]
     many = [call(1000, 4e-3), call(1010, 8e-3), call(1100, 2e-3)]
     rested = [Outcome(seconds=8e-3, cpu_seconds=0, tasks=100, busy_seconds=1e-3)] * 3
-    found = benchmark._scheduling(few, many, rested)
+    found = twin.scheduling(few, many, rested)
     assert found["task_seconds"] == pytest.approx([2e-6] * 3)
     assert found["call_seconds"] == pytest.approx([1e-4] * 3)
     assert found["median_task_seconds"] == pytest.approx(2e-6)
@@ -153,5 +154,5 @@ def test_bad_input_is_one_line_before_anything_is_started(
 
 def test_help_names_the_table_of_the_config() -> None:
     application = typer.Typer()
-    application.command()(benchmark.main)
+    application.command()(twin.main)
     assert "table [run]" in CliRunner().invoke(application, ["--help"]).stdout
