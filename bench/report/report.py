@@ -4,8 +4,8 @@
 `python -m bench.report results/twin.json` writes the tables into docs/performance.md, or into
 the one page of docs/performance/ where lines with the markers `<!-- benchmark twin -->` and
 `<!-- end of benchmark twin -->` stand. So no number there is typed by hand. It draws the plots of a
-GPU benchmark into plots/ beside the file, and those of an evaluation or a straggler study beside
-the file. It compares the results of the suite gpu.toml on all numbers of GPUs that lie beside the
+GPU benchmark into plots/ beside the file, and that of an evaluation, or of a straggler study whose
+page shows it, beside the file. It compares the results of the suite gpu.toml on all numbers of GPUs that lie beside the
 file, with each other and with what they have to reach. It measures nothing; what a kind of results
 looks like, the files *tables.py know. `--document` names another page, such as
 docs/reliability.md.
@@ -72,7 +72,8 @@ def execute(json_file: Path, document: Path) -> int:
         written = put(written, BARS, bars(folder), folder)
     if of_gpus(results):
         plots.draw_shapes(results, folder / plots.FOLDER)
-    if name.startswith(straggler_tables.PREFIX):
+    picture = plots.straggler_file(results)
+    if name.startswith(straggler_tables.PREFIX) and picture in "".join(written.values()):
         plots.draw_stragglers(results, folder)
     if of_evaluation(results):
         compared = table(evaluation_scaling(results, folder))

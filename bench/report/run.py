@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all results say of where they come from; `bench.study` writes it."""
+"""What tables of all results share: where results come from (`bench.study` says it), and rows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from moeos.cli.shared import output, provenance
+from moeos.cli.shared.section import Section
+
+Case = Mapping[str, Any]
 
 
 def first_run(results: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -37,3 +40,15 @@ def quartiles(timing: Mapping[str, Any]) -> str:
     """The quartiles of a contestant's times, in words."""
     low, high = timing["quartiles"]
     return f"{output.duration(low)} to {output.duration(high)}"
+
+
+def table(
+    title: str,
+    cases: Iterable[Case],
+    label: Callable[[Case], str],
+    columns: Mapping[str, Callable[[Case], str]],
+    heading: str = "",
+) -> Section:
+    """A table with a row for each case: its label, and what each column says of it."""
+    rows = [[label(case), *(cell(case) for cell in columns.values())] for case in cases]
+    return Section(title, list(columns), rows, heading)

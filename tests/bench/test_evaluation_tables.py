@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,7 @@ from bench.report import (
     report,
     thesis,
 )
-from tests.processes import ROOT
 
-PAGE = ROOT / "docs" / "evaluation.md"
 EMPTY = "".join(
     f"<!-- benchmark {name} -->\n<!-- end of benchmark {name} -->\n"
     for name in ("evaluation-cuda-4", evaluation_tables.SCALING, evaluation_tables.MEMORY)
@@ -119,16 +116,6 @@ def test_what_is_missing_is_said(results: dict[str, Any]) -> None:
     assert row_of(report.markdown(results), "moeos, 1024, 32")[1] == "no GPU"
 
 
-def test_other_sizes_stand_alone(results: dict[str, Any]) -> None:
-    results["hidden"] = 64
-    text = report.markdown(results)
-    assert row_of(text, "1024")[1:] == ["500 µs", "500 µs to 500 µs", "1 ms", "2.00"]
-    assert "The thesis has no numbers for these sizes." in text
-    assert "FP32" not in text
-    scaled = report.table(evaluation_tables.scaling([results], results))
-    assert "FP32" not in scaled
-
-
 def test_runs_with_other_ranks_are_compared_where_they_are_alike(
     results: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -189,39 +176,3 @@ def test_our_memory_is_the_heap_of_both_rounds() -> None:
         heap, queues, total = map(float, shown[7:10])
         assert total == pytest.approx(heap + queues, abs=0.011)
         assert own["heap"] / 2**20 == pytest.approx(heap, abs=0.006)
-
-
-def test_the_page_has_the_memory_table_of_now() -> None:
-    texts, table = report.pages(PAGE), report.table(evaluation_tables.memory())
-    assert report.put(texts, evaluation_tables.MEMORY, table, PAGE.parent) == texts
-
-
-@pytest.mark.parametrize("machine", [""], ids=["H200"])
-def test_the_tables_and_plots_of_a_page_are_those_of_the_results(machine: str) -> None:
-    texts = report.pages(PAGE.parent / machine / PAGE.name)
-    folder = ROOT / "results" / machine / "evaluation"
-    drawn = set()
-    for file in sorted(folder.glob(f"{evaluation_tables.PREFIX}*.json")):
-        found = report.load(file)
-        made = report.markdown(found)
-        assert report.put(texts, found["benchmark"], made, folder) == texts
-        compared = report.table(report.evaluation_scaling(found, folder))
-        assert report.put(texts, evaluation_tables.SCALING, compared, folder) == texts
-        assert (
-            plots.digest(plots.evaluation_series(found))
-            in (folder / plots.evaluation_file(found)).read_text()
-        )
-        drawn.add(plots.evaluation_file(found))
-    assert {file.name for file in folder.glob("*.svg")} == drawn != set()
-
-
-def test_a_row_of_the_thesis_has_all_systems() -> None:
-    for table in (
-        thesis.MILLISECONDS_BY_TOKENS,
-        thesis.MILLISECONDS_BY_EXPERTS,
-        thesis.MILLISECONDS_BY_GPUS,
-    ):
-        assert {len(row) for row in table.values()} == {len(thesis.SYSTEMS)}
-    assert tuple(thesis.MILLISECONDS_BY_TOKENS) == thesis.TOKENS
-    assert tuple(thesis.MILLISECONDS_BY_EXPERTS) == thesis.EXPERTS
-    assert {len(dataclasses.astuple(row)) for row in thesis.MEMORY} == {7}

@@ -12,26 +12,8 @@ from bench.report import option_tables, report
 from tests.processes import ROOT
 
 FOLDER = ROOT / "results"
-RESULTS = [
-    file for file in sorted(FOLDER.glob("*.json")) if file.stem.startswith(option_tables.STUDIES)
-]
 PEERS = sorted(FOLDER.glob(f"{option_tables.PEER_PREFIX}*.json"))
 COSTS = json.loads((FOLDER / "costs-1.json").read_text())
-
-
-@pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)
-def test_each_layer_has_all_tokens_and_contestants(file: Path) -> None:
-    results = json.loads(file.read_text())
-    sections = report.sections(results)
-    assert results["layers"]
-    for layer, of_layer in results["layers"].items():
-        mine = [section for section in sections if section.title == f"{layer}, tokens"]
-        cases = of_layer["results"]
-        columns = {name for section in mine for name in section.columns}
-        assert columns == set(cases[0]["seconds"])
-        for section in mine:
-            assert [row[0] for row in section.rows] == [str(case["tokens"]) for case in cases]
-            assert {len(row) for row in section.rows} == {1 + len(section.columns)}
 
 
 def test_contestants_with_tokens_in_fp8_have_a_table_beside_the_first_of_all() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmark tables: made from the JSON alone, between markers, and those in docs/ are current."""
+"""The report's command: tables go between markers of one page, and nowhere else."""
 
 import json
 from pathlib import Path
@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 
-from bench.report import option_tables, plots, report
-from moeos.cli import reliability_tables
+from bench.report import report
 from tests.processes import ROOT
 
 RESULTS = ROOT / "results" / "twin.json"
 PAGE = ROOT / "docs" / "performance.md"
-RELIABILITY = ROOT / "docs" / "reliability.md"
 
 EMPTY = "# Log\n<!-- benchmark twin -->\n<!-- end of benchmark twin -->\nafter\n"
 
@@ -22,36 +20,6 @@ EMPTY = "# Log\n<!-- benchmark twin -->\n<!-- end of benchmark twin -->\nafter\n
 def results() -> dict[str, Any]:
     loaded: dict[str, Any] = json.loads(RESULTS.read_text())
     return loaded
-
-
-@pytest.mark.parametrize("file", sorted(RESULTS.parent.glob("*.json")), ids=lambda file: file.stem)
-def test_the_tables_of_the_pages_are_those_of_the_results(file: Path) -> None:
-    found = json.loads(file.read_text())
-    of_reliability = found["benchmark"] in (*reliability_tables.NAMES, option_tables.COSTS)
-    texts = report.pages(RELIABILITY if of_reliability else PAGE)
-    written = report.put(texts, found["benchmark"], report.markdown(found), file.parent)
-    assert written == texts
-
-
-@pytest.mark.parametrize(("page", "folder"), [(PAGE, RESULTS.parent)], ids=["H200"])
-def test_what_compares_numbers_of_gpus_is_that_of_the_results(page: Path, folder: Path) -> None:
-    texts = report.pages(page)
-    assert report.put(texts, report.SCALING, report.scaling(folder), folder) == texts
-    assert report.put(texts, report.BARS, report.bars(folder), folder) == texts
-
-
-@pytest.mark.parametrize("folder", [RESULTS.parent], ids=["H200"])
-def test_the_plots_are_of_the_results(folder: Path) -> None:
-    drawn = {}
-    for file in folder.glob("*.json"):
-        found = json.loads(file.read_text())
-        for shape in found["shapes"] if report.of_gpus(found) else ():
-            if plots.is_drawn(found, shape):
-                drawn[plots.shape_file(found, shape)] = plots.shape_digest(found, shape)
-    pictures = {file.name: file.read_text() for file in (folder / plots.FOLDER).glob("*.svg")}
-    assert set(pictures) == set(drawn)
-    for name, digest in drawn.items():
-        assert digest in pictures[name], f"{name}: draw it again from the results"
 
 
 def test_the_command_writes_between_the_markers_and_nowhere_else(tmp_path: Path) -> None:

@@ -177,19 +177,24 @@ def options_in(folder: Path, **changed: Any) -> Options:
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("changed", "words", "ranks"),
     [
-        ({"scenario": ["late:2:1x"]}, "names '2'; ranks are 0 to 1"),
-        ({"nodes": 3}, "--nodes is 3; it must divide 2 ranks equally"),
-        ({"steps": 1}, "--steps is 1; allowed: 2 to"),
-        ({"warm_up": 0}, "--warm-up is 0; allowed: 1 to"),
-        ({"tokens": 65}, "tokens is 65; allowed: 0 to"),
-        ({"plot": Path("/nowhere")}, "--plot is /nowhere; it must be a folder that exists"),
-        ({"config": ROOT / "configs" / "thesis.toml"}, "has biases, a capacity or a SwiGLU limit"),
+        ({}, "a study needs two ranks or more", 1),
+        ({"scenario": ["late:2:1x"]}, "names '2'; ranks are 0 to 1", 2),
+        ({"nodes": 3}, "--nodes is 3; it must divide 2 ranks equally", 2),
+        ({"steps": 1}, "--steps is 1; allowed: 2 to", 2),
+        ({"warm_up": 0}, "--warm-up is 0; allowed: 1 to", 2),
+        ({"tokens": 65}, "tokens is 65; allowed: 0 to", 2),
+        ({"plot": Path("/nowhere")}, "--plot is /nowhere; it must be a folder that exists", 2),
+        (
+            {"config": ROOT / "configs" / "thesis.toml"},
+            "has biases, a capacity or a SwiGLU limit",
+            2,
+        ),
     ],
 )
 def test_what_cannot_be_studied_is_refused_before_the_first_step(
-    folder: Path, changed: dict[str, Any], words: str
+    folder: Path, changed: dict[str, Any], words: str, ranks: int
 ) -> None:
     options = options_in(folder, **changed)
 
@@ -197,13 +202,7 @@ def test_what_cannot_be_studied_is_refused_before_the_first_step(
         with pytest.raises(ValueError, match=re.escape(words)):
             straggler.prepare(world, options)
 
-    virtual.run(rank_main, 2)
-
-
-def test_a_study_of_one_rank_is_refused(folder: Path) -> None:
-    options = options_in(folder)
-    with pytest.raises(ValueError, match="a study needs two ranks or more"):
-        virtual.run(lambda world: straggler.prepare(world, options), 1)
+    virtual.run(rank_main, ranks)
 
 
 def test_what_all_ranks_refuse_is_said_once(folder: Path) -> None:

@@ -7,43 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from bench import suites
-from bench.gpu.all_to_all import AllToAllLayer
 from bench.report import papers
 from bench.studies import trained, training
 from bench.suites import Call
-from moeos import MoEConfig
 from moeos.compile import kernel_shape
 from moeos.compile.kernel_shape import KernelShape
 from tests.bench.measured import SUITE, TWO_SHAPES, small_suite
-
-
-def test_the_suite_of_the_repository_has_the_shapes_that_issues_name() -> None:
-    found = suites.shapes(SUITE)
-    names = {shape.name: shape for shape in found.shapes}
-    assert set(names) == {
-        *("qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3", "mixtral-8x7b"),
-        *(f"thesis-e{count}" for count in (8, 16, 32, 64, 128)),
-    }
-    assert found.rounds >= 20
-    for name, shape in names.items():
-        gate = {
-            call.tokens for call in shape.calls if call.routing == suites.GATE and not call.lone
-        }
-        if name.startswith("thesis"):
-            assert gate == {1024, 2048, 4096, 8192, 16384}
-            assert f"thesis-e{shape.cfg.experts}" == name
-            assert (shape.cfg.hidden, shape.cfg.intermediate) == (1024, 4096)
-            assert (shape.cfg.top_k, shape.cfg.activation) == (2, "gelu")
-        else:
-            assert gate == {0, 1, 8, 128, 512, 2048, 8192}
-            assert Call(1, lone=True) in shape.calls
-            assert Call(8192, routing="zipf:1.2") in shape.calls
-        assert shape.cfg.max_tokens == max(gate)
-        assert shape.cfg.dtype == torch.bfloat16
-
 
 # Those of training name layers, and have a reader and tests of their own.
 OF_SHAPES = [
@@ -61,37 +32,6 @@ def test_every_suite_can_run_on_1_2_and_4_gpus(file: Path, ranks: int) -> None:
         kernel_shape.check_supported(cfg.in_numbers())
         if ranks <= found.full_ranks:
             assert cfg.experts_per_rank(ranks) == shape.cfg.experts_per_rank(found.full_ranks)
-
-
-def test_the_suite_of_formats_has_the_shapes_and_counts_of_its_bars() -> None:
-    found = suites.shapes(SUITE.with_name("fp8.toml"))
-    assert found.full_ranks == 2
-    formats = {
-        shape.name: (shape.cfg.weight_format, shape.cfg.activation_format) for shape in found.shapes
-    }
-    by_fp8 = ("fp8_block128", "fp8_group128")
-    assert formats == {
-        "deepseek-v3-half": by_fp8,
-        "qwen3-30b-a3b": by_fp8,
-        "gpt-oss-120b": ("mxfp4", None),
-    }
-    for shape in found.shapes:
-        gate = [call.tokens for call in shape.calls if call.routing == suites.GATE]
-        is_fp8 = shape.name != "gpt-oss-120b"
-        assert gate == ([8, 128, 2048, 8192] if is_fp8 else [1, 8, 128])
-        assert (Call(8192, routing="zipf:1.2") in shape.calls) == is_fp8
-        assert shape.cfg.dtype == torch.bfloat16
-        for cfg in found.layers_of(shape, 2):
-            AllToAllLayer(cfg.in_numbers(), *_baselines_tensors(cfg), None)
-
-
-def _baselines_tensors(cfg: MoEConfig) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """What the all-to-all beside a layer is given, without values."""
-    with torch.device("meta"):
-        bias = torch.empty(cfg.experts) if cfg.selection_bias else None
-        w1 = torch.empty(1, cfg.w1_rows, cfg.hidden, dtype=cfg.dtype)
-        w2 = torch.empty(1, cfg.hidden, cfg.intermediate, dtype=cfg.dtype)
-        return torch.empty(cfg.experts, cfg.hidden, dtype=cfg.dtype), bias, w1, w2
 
 
 def test_shapes_inherit_what_they_do_not_say(tmp_path: Path) -> None:
@@ -117,11 +57,6 @@ def test_few_tokens_have_a_layer_of_their_own(tmp_path: Path) -> None:
     assert split.layers_of(second, 4) == {second.cfg: second.calls}
     two, _ = split.layers_of(first, 2)
     assert (two.max_tokens, two.experts) == (128, first.cfg.experts // 2)
-
-
-def test_one_token_lies_on_rank_0_alone() -> None:
-    assert [Call(1, lone=True).tokens_of(rank) for rank in range(3)] == [1, 0, 0]
-    assert [Call(5).tokens_of(rank) for rank in range(2)] == [5, 5]
 
 
 def test_a_selection_keeps_the_layers_as_they_are(tmp_path: Path) -> None:

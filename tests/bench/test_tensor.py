@@ -123,14 +123,6 @@ def test_the_baseline_is_the_reference_s() -> None:
     assert torch.equal(baseline.chain(), baseline.stages["combine"]())  # type: ignore[arg-type]
 
 
-def test_slices_differ_by_rank_and_tokens_do_not() -> None:
-    cfg = MoEConfig(hidden=32, intermediate=16, experts=6, top_k=3, max_tokens=20)
-    one, other = (expert_major.draw(cfg, 20, "cpu", 1, rank) for rank in range(2))
-    assert torch.equal(one.x, other.x)
-    assert torch.equal(one.ids, other.ids)
-    assert not torch.equal(one.w1, other.w1)
-
-
 def test_the_paper_s_suite_has_the_paper_s_sizes() -> None:
     found = suites.slices(ROOT / "configs" / "suites" / "tensor.toml")
     assert found.tokens == tensor_paper.TOKENS == tuple(tensor_tables.BARS)

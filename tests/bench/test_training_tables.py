@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,12 +79,6 @@ def test_rates_count_twice_the_products_backward() -> None:
     assert "other machines than ours" in rates.heading
 
 
-def test_a_layer_without_figures_in_a_paper_has_empty_cells() -> None:
-    rates, steps, memory, _ = report.sections(results_of(papers.SONICMOE, "Qwen3-30B-A3B"))
-    assert cells(rates)["SonicMoE, one H100: forward"] == ""
-    assert not any("H100" in column for column in (*steps.columns, *memory.columns))
-
-
 def test_steps_are_compared_with_grouped_mm_in_the_same_run() -> None:
     _, steps, *_ = report.sections(results_of(papers.MOEBLAZE, papers.SCALING_LAYER, 131072))
     found = cells(steps)
@@ -139,19 +131,3 @@ def test_lists_stand_beside_a_sort_and_the_paper(tokens: int) -> None:
     assert found["torch.sort / first rows"] == "4.00"
     of_paper = found["MoEBlaze, one H100: three steps"], found["MoEBlaze, one H100: by a sort"]
     assert of_paper == (("2.1 ms", "5.1 ms") if tokens == 1048576 else ("", ""))
-
-
-def test_reasons_have_a_table_of_their_own() -> None:
-    *_, reasons = report.sections(results_of(papers.SONICMOE, "30B"))
-    [[label, why]] = reasons.rows
-    assert label.startswith("moeos, saves h: 30B, 2048, 768, 128, 8, swiglu, 32768")
-    assert why == "the GPU saves nothing"
-
-
-@pytest.mark.parametrize("paper", [papers.SONICMOE, papers.MOEBLAZE])
-def test_the_page_has_a_place_for_the_tables(tmp_path: Path, paper: str) -> None:
-    (tmp_path / "results.json").write_text(json.dumps(results_of(paper, "30B")))
-    page = tmp_path / "page.md"
-    page.write_text(PAGE.read_text())
-    report.execute(tmp_path / "results.json", page)
-    assert "NVIDIA H200, 131 processors, 16 cores" in page.read_text()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`launch/bench twin`, with a tiny layer: every field is there and follows from the times."""
 
+import dataclasses
 import json
 import statistics
 import subprocess
@@ -9,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
-from typer.testing import CliRunner
+import torch
 
 from bench import twin
-from bench.report import report
-from bench.twin import Outcome
+from bench.twin import Outcome, PlainLayer, Workload
+from moeos import MoEConfig
+from moeos.config import reference
 from tests.nightly import at_night
 from tests.processes import ROOT
 
@@ -111,13 +112,6 @@ def test_floors_follow_from_the_work_and_the_measured_rates(run: Run) -> None:
     assert floors["bytes_seconds"] == floors["bytes"] / floors["memory_bytes_per_second"]
 
 
-@pytest.mark.nightly
-def test_a_report_can_be_made_of_the_results(run: Run) -> None:
-    tables = report.markdown(run[0])
-    assert "| 2 ranks under mpirun |" in tables
-    assert "| PyTorch, one process |" in tables
-
-
 def test_the_cost_of_a_task_is_the_slope_over_tasks_and_the_rest_is_the_calls() -> None:
     def call(tasks: int, busy: float) -> Outcome:
         return Outcome(seconds=1e-4 + 2e-6 * tasks + busy, cpu_seconds=0, tasks=tasks,
@@ -152,7 +146,42 @@ def test_bad_input_is_one_line_before_anything_is_started(
     assert len(ended.stderr.splitlines()) == 1
 
 
-def test_help_names_the_table_of_the_config() -> None:
-    application = typer.Typer()
-    application.command()(twin.main)
-    assert "table [run]" in CliRunner().invoke(application, ["--help"]).stdout
+CFG = MoEConfig(hidden=32, intermediate=48, experts=8, top_k=2, dtype=torch.float32, max_tokens=40)
+WORKLOAD = Workload(cfg=CFG, ranks=2, seed=7)
+
+
+def test_plain_pytorch_computes_what_the_reference_does() -> None:
+    gate, (w1, w2) = WORKLOAD.gate(), WORKLOAD.experts(range(CFG.experts))
+    x = WORKLOAD.all_tokens().flatten(0, 1)
+    y = PlainLayer(gate, w1, w2, CFG.top_k, 80)(x)
+    expected = reference.moe(x, gate, w1, w2, CFG)
+    assert 0 < reference.relative_error(y, expected) < 1e-5
+
+
+def test_every_contestant_draws_the_same_work() -> None:
+    assert torch.equal(WORKLOAD.all_tokens()[1], WORKLOAD.tokens(1))
+    w1, w2 = WORKLOAD.experts(range(8))
+    last_w1, last_w2 = WORKLOAD.experts(range(4, 8))  # what the second of two ranks draws
+    assert torch.equal(last_w1, w1[4:])
+    assert torch.equal(last_w2, w2[4:])
+    assert not torch.equal(WORKLOAD.tokens(0), WORKLOAD.tokens(1))
+    assert not torch.equal(w1[0], w1[1])
+
+
+def test_work_is_counted_for_all_ranks() -> None:
+    pairs, router = 2 * 40 * 2, 2 * 80 * 8 * 32
+    assert WORKLOAD.flops == router + pairs * 2 * (96 + 48) * 32
+    weights = 8 * 32 + 8 * (96 * 32 + 32 * 48)
+    assert WORKLOAD.least_bytes == 4 * (weights + 2 * 80 * 32)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("dtype", torch.bfloat16), ("activation", "gelu"), ("scoring", "sigmoid"), ("bias", True)],
+)
+def test_a_layer_that_the_pytorch_side_does_not_compute_is_refused(
+    field: str, value: object
+) -> None:
+    other = dataclasses.replace(CFG, **{field: value})
+    with pytest.raises(ValueError, match=f"^{field} is .* what is measured against PyTorch has"):
+        Workload(cfg=other, ranks=2, seed=7)
