@@ -11,7 +11,7 @@ Each is the median of some runs, timed by CUDA events. Needs a GPU; knows nothin
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -57,6 +57,12 @@ def measure(world: moeos.World, reader: Reader) -> dict[str, float | None]:
         "W": READ_BYTES / read,
         "N": _store_rate(world) if world.size > 1 else None,
     }
+
+
+def slowest(told: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:
+    """The rates of all ranks, which wait for the slowest one."""
+    known = {name: [rate for one in told if (rate := one[name]) is not None] for name in told[0]}
+    return {name: min(rates) if rates else None for name, rates in known.items()}
 
 
 def _store_rate(world: moeos.World) -> float:

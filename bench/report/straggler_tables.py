@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moeos.cli.shared import output, provenance
+from bench.report import run
+from moeos.cli.shared import output
 from moeos.cli.shared.section import Section
 
 PREFIX = "straggler-"
@@ -29,12 +30,12 @@ def conditions(results: Mapping[str, Any]) -> str:
         links += [output.duration(nodes["latency"])] if nodes["latency"] else []
         limits = f" with links of {' and '.join(links)} between them" if links else ""
         where = f" of {nodes['nodes']} nodes{limits}"
-    undelayed = results["undelayed_seconds"]
+    undelayed, first = results["undelayed_seconds"], run.first_run(results)
     return (
         f"{results['config_name']}, {output.plural(results['ranks'], 'rank')}{where}, "
-        f"{output.plural(results['processors'], 'processor')} each, {results['tokens']} tokens a "
+        f"{output.plural(first['processors'], 'processor')} each, {results['tokens']} tokens a "
         f"rank, {results['steps']} steps of each scenario; {results['device']}, "
-        f"{results['machine']['cores']} cores; {provenance.source(results['commit'])}. "
+        f"{first['machine']['cores']} cores; {run.source(results)}. "
         f"Undelayed, a step takes moeos {output.duration(undelayed['moeos'])} and the "
         f"all-to-all {output.duration(undelayed['baseline'])} (medians)."
     )
