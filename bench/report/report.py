@@ -3,12 +3,12 @@
 
 `python -m bench.report results/twin.json` writes the tables into docs/performance.md, or into
 the one page of docs/performance/ where lines with the markers `<!-- benchmark twin -->` and
-`<!-- end of benchmark twin -->` stand. So no number there is typed by hand. It draws the plots of a
-GPU benchmark into plots/ beside the file, and that of an evaluation, or of a straggler study whose
-page shows it, beside the file. It compares the results of the suite gpu.toml on all numbers of GPUs that lie beside the
-file, with each other and with what they have to reach. It measures nothing; what a kind of results
-looks like, the files *tables.py know. `--document` names another page, such as
-docs/reliability.md.
+`<!-- end of benchmark twin -->` stand. So no number there is typed by hand. `--document` names
+another page, such as docs/reliability.md. It draws the plots of a suite of shapes into plots/
+beside the file, and that of an evaluation, or of a straggler study whose page shows it, beside the
+file. Results of the suite gpu.toml it compares with those on other numbers of GPUs that lie beside
+the file, and with what they have to reach. It measures nothing; what a kind of results looks like,
+the files *tables.py know.
 """
 
 from __future__ import annotations

@@ -181,6 +181,7 @@ class Benchmark(study.Study):
         self.about = {"rates": self._rates, "rates_of_ranks": told}
         for shape, cfg, calls in layers:
             self._layer(shape, cfg, calls)
+            self.forget()
         return self
 
     def _layer(self, shape: Shape, cfg: MoEConfig, calls: Sequence[Call]) -> None:

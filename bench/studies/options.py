@@ -84,6 +84,8 @@ def measure(
     for case in one.cases(into, [{"tokens": count} for count in counts]):
         found = found or make()
         one.add(into, case, found(case["tokens"]))
+    del found
+    one.forget()
 
 
 def drawn(one: Study, cfg: moeos.MoEConfig, tokens: int) -> Tensor:

@@ -144,6 +144,7 @@ class Peer(Study):
         )
         for (shape, few), calls in groups.items():
             self._shape(configs[shape, few], calls)
+            self.forget()
         return self
 
     def _shape(self, cfg: moeos.MoEConfig, calls: list[Call]) -> None:

@@ -98,6 +98,7 @@ class Trainings(Study):
         )
         for layer in self._layers:
             self._layer(layer)
+            self.forget()
         found = self.document["lists"]
         for lists in self._suite.lists:
             sizes = {"name": lists.name, "experts": lists.experts, "top_k": lists.top_k}

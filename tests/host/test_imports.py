@@ -189,7 +189,6 @@ BELOW = {
     "host/moeos/cli/timeline": r"moeos\.cli\.(?!shared\b|timeline\b|drawing\b)",
     "bench/gpu": r"bench\.(report|study|studies|twin)\b",
     "bench/report": r"bench\.(gpu|study|studies|twin)\b",
-    "bench/twin": r"bench\.(gpu|studies)\b",
     "bench/studies": r"bench\.twin\b",
 }
 """Folders, and what nothing in them may import; the floors of rooms are in pyproject.toml."""
