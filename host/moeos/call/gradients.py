@@ -246,9 +246,16 @@ class _Call(torch.autograd.Function):
 
 
 def keep(ctx: Any, *tensors: Tensor | None) -> None:
-    """Saves a call's tensors for its backward, with what they are."""
+    """Saves a call's tensors for its backward, with what they are.
+
+    Each is saved as an alias, which keeps its memory when `.data` of the caller's tensor becomes
+    another tensor's, and has its version. What a compiler traces is left to the compiler.
+    """
     ctx.forms = [None if one is None else _form(one) for one in tensors]
-    ctx.save_for_backward(*tensors)
+    plain = call_checks.PLAIN
+    ctx.save_for_backward(
+        *(one if one is None or type(one) not in plain else one.detach() for one in tensors)
+    )
 
 
 def kept_by(ctx: Any) -> list[Any]:

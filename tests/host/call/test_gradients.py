@@ -809,6 +809,35 @@ def test_tensors_that_have_changed_since_are_found(compiled: bool) -> None:
     virtual.run(rank_main, ranks=1)
 
 
+@pytest.mark.parametrize("as_operators", [False, True], ids=["", "operators"])
+@pytest.mark.parametrize("save", ["nothing", "preactivation"])
+def test_a_backward_is_of_the_memory_that_its_forward_has_read(
+    save: Any, as_operators: bool
+) -> None:
+    """Whatever `.data` of a parameter, or of x and the routing, has become since."""
+    cfg = config(bias=True, shared_experts=1, shared_intermediate=32, shared_gate=True, save=save)
+    weights = draw_weights(cfg)
+    calls = [draw_given_call(cfg, 30, 0)]
+    through = torch.profiler.profile() if as_operators else contextlib.nullcontext()
+
+    def rank_main(world: World) -> Gradients:
+        layer, call = weights.layer(world).requires_grad_(), leaves_of(calls[0])
+        d_out = drawn(call, 0)
+        with through:
+            y = call(layer)
+        read = [call.x, call.weights, *layer.parameters()]
+        assert len(read) == 2 + 8
+        with torch.no_grad():
+            for tensor in read:
+                assert tensor is not None
+                turned = torch.full(tensor.shape[::-1], 3.0)
+                tensor.data = turned.permute(*range(tensor.dim())[::-1])
+        y.backward(d_out)
+        return found_of(call, layer)
+
+    assert_match(weights, calls, virtual.run(rank_main, ranks=1))
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("changed", ["ids", "weights"])
 def test_routing_that_has_changed_since_is_found_or_was_copied(
