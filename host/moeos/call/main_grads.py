@@ -22,9 +22,9 @@ def found(
 ) -> dict[str, Tensor]:
     """The `main_grad` of those that have one and want a gradient, by their names.
 
-    Raises `TypeError` or `ValueError` for one that is not contiguous of its parameter's shape and
-    device, and of fp32 or the parameter's dtype. Breaks the graph of a compiler that could not add
-    to it; `beside`: what else may want a gradient.
+    Raises `TypeError` or `ValueError` for one that is not of its parameter's shape and device,
+    contiguous or with the parameter's strides, and of fp32 or the parameter's dtype. Breaks the
+    graph of a compiler that could not add to it; `beside`: what else may want a gradient.
     """
     kept = {}
     for name, parameter in named.items():
@@ -66,18 +66,15 @@ def asked(accumulator: Any) -> bool:
         return False
 
 
-def add(parameter: Tensor, main_grad: Tensor, gradient: Tensor) -> Tensor | None:
-    """Adds a gradient to `main_grad`, unless it is that: then it has been added to. Returns what
-    autograd is to be given in its place.
+def added(parameter: Tensor, main_grad: Tensor) -> Tensor | None:
+    """Notes that a gradient was added to `main_grad`. Returns what autograd is to be given in its
+    place.
 
     Megatron-Core's hooks wait for some gradient, and add no gradient of a parameter whose
     `grad_added_to_main_grad` is true. So where it has that attribute, autograd gets a tensor of any
     numbers, or of zeros where `zero_out_wgrad` asks for them.
     """
-    if gradient is main_grad:
-        torch.autograd.graph.increment_version(main_grad)
-    else:
-        main_grad.add_(gradient)
+    torch.autograd.graph.increment_version(main_grad)
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None
     parameter.grad_added_to_main_grad = True
@@ -110,10 +107,10 @@ def check_form(what: str, main_grad: Tensor, parameter: Tensor) -> None:
             f"{what} is on {main_grad.device}; it must be on the parameter's device, "
             f"{parameter.device}"
         )
-    if not main_grad.is_contiguous():
+    if not main_grad.is_contiguous() and main_grad.stride() != parameter.stride():
         raise ValueError(
-            f"{what} has strides {main_grad.stride()}; it must be contiguous: keep "
-            "main_grad.contiguous()"
+            f"{what} has strides {main_grad.stride()}; it must be contiguous, or have the "
+            f"parameter's, {parameter.stride()}: keep main_grad.contiguous()"
         )
     if main_grad.requires_grad:
         raise ValueError(f"{what} requires a gradient: keep main_grad.detach()")
