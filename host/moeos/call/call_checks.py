@@ -438,18 +438,12 @@ def check_apart(
     where out has not all of its memory.
     """
     tensor_memory.require_memory("out", out)
-    first = out.data_ptr()
-    end = first + out.nbytes  # it is contiguous
-    for place, tensor in enumerate((x, *routing, *own)):
-        if (
-            tensor is not None
-            and tensor.data_ptr() < end
-            and first < tensor.data_ptr() + tensor_memory.extent(tensor)
-        ):
-            raise ValueError(
-                f"out shares memory with {_READ[place]}, which a call reads while it writes out: "
-                "pass another out, or leave it away"
-            )
+    name = tensor_memory.sharer(out, zip(_READ, (x, *routing, *own), strict=False))
+    if name is not None:
+        raise ValueError(
+            f"out shares memory with {name}, which a call reads while it writes out: pass another "
+            "out, or leave it away"
+        )
 
 
 def check_memory(

@@ -7,7 +7,8 @@ nothing of calls or engines.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,13 +19,15 @@ from moeos.system import tensor_memory
 
 
 def found(
-    named: Mapping[str, Tensor | None], beside: Sequence[Tensor | None] = ()
+    named: Mapping[str, Tensor | None],
+    beside: Mapping[str, Tensor | None] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
     """The `main_grad` of those that have one and want a gradient, by their names.
 
     Raises `TypeError` or `ValueError` for one that is not of its parameter's shape and device,
-    contiguous or with the parameter's strides, and of fp32 or the parameter's dtype. Breaks the
-    graph of a compiler that could not add to it; `beside`: what else may want a gradient.
+    contiguous or with the parameter's strides, and of fp32 or the parameter's dtype, or
+    that shares memory with another tensor of the call or another `main_grad`. Breaks the graph of a
+    compiler that could not add to it; `beside`: what else is read and may want a gradient.
     """
     kept = {}
     for name, parameter in named.items():
@@ -40,11 +43,26 @@ def found(
                 check(f"main_grad of {name}", main_grad, parameter)
             kept[name] = main_grad
     if kept and is_compiling():
-        others = (*beside, *(one for name, one in named.items() if name not in kept))
+        others = (*beside.values(), *(one for name, one in named.items() if name not in kept))
         if not any(one is not None and one.requires_grad for one in others):
             # None of these gets a gradient from autograd, which would make no backward.
             _break(f"all that wants a gradient, such as {next(iter(kept))}, has a main_grad")
+    elif kept:
+        _check_apart(kept, {**named, **beside})
     return kept
+
+
+def _check_apart(kept: Mapping[str, Tensor], read: Mapping[str, Tensor | None]) -> None:
+    """Raises `ValueError` for a `main_grad` that is written over something else."""
+    others = [*read.items()]
+    for name, main_grad in kept.items():
+        shares = tensor_memory.sharer(main_grad, others)
+        if shares is not None:
+            raise ValueError(
+                f"main_grad of {name} shares memory with {shares}, so that a backward would write "
+                f"over it: keep torch.zeros_like({name}), or a part of a buffer that is no other's"
+            )
+        others.append((f"main_grad of {name}", main_grad))
 
 
 def _break(why: str) -> None:

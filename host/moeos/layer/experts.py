@@ -278,7 +278,7 @@ class Experts:
             if at_once and holder is None:
                 wrappers.warn_of_averaged(self, given)
             named = dict(zip(call_checks.OWN, given, strict=True))
-            main = main_grads.found(named, (rows, weights))
+            main = main_grads.found(named, {"x": rows, "topk_weights": weights})
             plain = call_checks.PLAIN.issuperset(map(type, (rows, *routing, *own)))
             if plain and (at_once or (main and not is_compiling())):
                 call_checks.check_memory(rows, routing, own)
