@@ -259,6 +259,33 @@ def test_a_matrix_whose_memory_lies_the_other_way_is_read_in_place(made: Any) ->
     assert reference.relative_error(by(module, "moeos", *tokens), expected) <= LIMIT
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
+@pytest.mark.parametrize("made", [gpt_oss, aria, qwen3])
+def test_a_parameter_that_lies_the_other_way_has_its_gradient_in_main_grad(
+    made: Any, compiled: bool
+) -> None:
+    module = made().requires_grad_()
+    x, ids, weights = tokens_for(module)
+    with_biases = dict(module.named_parameters())
+    module.config._experts_implementation = "eager"
+    module(x, ids, weights).sum().backward()
+    expected = {name: one.grad for name, one in with_biases.items()}
+    for one in with_biases.values():
+        one.grad = None
+        one.data = one.data.mT.contiguous().mT if one.dim() == 3 else one.data
+        one.main_grad = torch.zeros_like(one)
+    module.config._experts_implementation = "moeos"
+    with torch.no_grad():
+        module(x, ids, weights)
+    torch._dynamo.reset()
+    run = torch.compile(module, backend="aot_eager") if compiled else module
+    run(x.clone().requires_grad_(), ids, weights).sum().backward()
+    for name, one in with_biases.items():
+        assert one.grad is None, name
+        assert one.main_grad.stride() == one.stride(), name
+        assert reference.relative_error(one.main_grad, expected[name].double()) <= LIMIT, name
+
+
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
 def test_copies_of_a_module_that_was_called_compute_the_same(how: str) -> None:
     module = gpt_oss()

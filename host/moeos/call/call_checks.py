@@ -24,6 +24,8 @@ from moeos.system import tensor_memory
 
 WEIGHTS = ("w1", "b1", "w2", "b2", "w3")
 """The tensors of a call that experts compute with, in the operator's order."""
+MATRICES = ("w1", "w2", "w3")
+"""Those of them that have a matrix for each expert."""
 ROUTER = ("gate.weight", "gate.selection_bias", "gate.bias", "gate.expert_scale")
 """Those that a router chooses with, in the operator's order behind the weights."""
 _BUFFERS = ("gate.selection_bias", "gate.expert_scale")
@@ -197,6 +199,16 @@ def expected_shared(cfg: MoEConfig) -> tuple[Expected | None, ...]:
         _matrices(cfg, field, w1, n, cfg.shared_w1_rows, cfg.hidden),
         _matrices(cfg, field, w2, n, cfg.hidden, cfg.shared_intermediate),
         Expected(gate, torch.Size((cfg.hidden,)), cfg.dtype) if cfg.shared_gate else None,
+    )
+
+
+def turned(own: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    """A call's own tensors with rows and columns of each expert's matrix exchanged, as views."""
+    return tuple(
+        one.transpose(1, 2)
+        if name in MATRICES and isinstance(one, torch.Tensor) and one.dim() == 3
+        else one
+        for name, one in zip(OWN, own, strict=True)
     )
 
 
@@ -426,18 +438,12 @@ def check_apart(
     where out has not all of its memory.
     """
     tensor_memory.require_memory("out", out)
-    first = out.data_ptr()
-    end = first + out.nbytes  # it is contiguous
-    for place, tensor in enumerate((x, *routing, *own)):
-        if (
-            tensor is not None
-            and tensor.data_ptr() < end
-            and first < tensor.data_ptr() + tensor_memory.extent(tensor)
-        ):
-            raise ValueError(
-                f"out shares memory with {_READ[place]}, which a call reads while it writes out: "
-                "pass another out, or leave it away"
-            )
+    name = tensor_memory.sharer(out, zip(_READ, (x, *routing, *own), strict=False))
+    if name is not None:
+        raise ValueError(
+            f"out shares memory with {name}, which a call reads while it writes out: pass another "
+            "out, or leave it away"
+        )
 
 
 def check_memory(

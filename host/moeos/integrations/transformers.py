@@ -325,17 +325,11 @@ def _call(
         _require_room(module, rows)
     pieces = max(1, -(-rows // most))
     with _device_of(x):
-        y = experts(x, ids, weights, *_taken(module, own, layout, experts.cfg), pieces=pieces)
+        if experts.cfg.weight_format is not None:
+            own = transformers_quantized.coded(own, experts.cfg.weight_format)
+        turned = layout.transposed != module.is_transposed
+        y = experts(x, ids, weights, *own, pieces=pieces, turned=turned)
     return y.to(x.dtype)
-
-
-def _taken(
-    module: Any, own: transformers_weights.Weights, layout: transformers_weights.Layout, cfg: Any
-) -> transformers_weights.Weights:
-    """A module's tensors as `moeos.Experts` takes them: views, and scales."""
-    if cfg.weight_format is None:
-        return transformers_weights.as_they_lie(module, own, layout)
-    return transformers_quantized.coded(own, cfg.weight_format)
 
 
 def _device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -424,7 +418,7 @@ def _made(
     works = "ep_size = tp_size, with ep_implementation='moeos', gives each rank whole experts"
     mine = shared.require_slices(_where(module), cfg, parallel, world.size, works)
     if weight_format is not None:
-        taken = _taken(module, own, layout, cfg)
+        taken = transformers_quantized.coded(own, weight_format)
         transformers_quantized.check(module, mine, taken, _where(module))
     with _device_of(own.w1):
         return shared.experts_of(cfg, world, parallel)

@@ -79,12 +79,5 @@ def layout_of(module: Any, weights: Weights) -> Layout | None:
     return None
 
 
-def as_they_lie(module: Any, weights: Weights, layout: Layout) -> Weights:
-    """`weights`, with w1 and w2 as contiguous views."""
-    if layout.transposed == module.is_transposed:
-        return weights
-    return weights._replace(w1=weights.w1.transpose(1, 2), w2=weights.w2.transpose(1, 2))
-
-
 def _matrices(module: Any) -> tuple[str, str]:
     return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"

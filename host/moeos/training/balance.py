@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+_NARROW = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""Floating dtypes that count no tokens."""
+
+
 def tokens_per_expert(topk_ids: Tensor, num_experts: int, mask: Tensor | None = None) -> Tensor:
     """How many tokens chose each expert: int64 [E], on the device of `topk_ids`.
 
@@ -221,7 +225,8 @@ def get_updated_expert_bias(
     replay of a CUDA graph.
 
     Args:
-        tokens_per_expert: [..., E], of all tokens since the last update.
+        tokens_per_expert: [..., E], integer or floating point, of all tokens since the last update.
+            Sums are made in 64 bits.
         expert_bias: [..., E], floating point.
         expert_bias_update_rate: what is added or taken.
         group: its ranks' counts are summed first, on the device; collective over it. A DeviceMesh
@@ -231,11 +236,26 @@ def get_updated_expert_bias(
         as `expert_bias`, a new tensor.
 
     Raises:
+        TypeError: the counts are bool, complex or of 8 bits and floating point, or the bias is not
+            floating point.
         ValueError: the shapes differ.
     """
     _require("expert_bias", expert_bias, tuple(tokens_per_expert.shape))
+    kind = tokens_per_expert.dtype
+    if kind in (torch.bool, *_NARROW) or kind.is_complex:
+        raise TypeError(
+            f"tokens_per_expert has dtype {kind}; it must be an integer or a floating point one "
+            "that counts: pass what moeos.training.tokens_per_expert returns"
+        )
+    if not expert_bias.is_floating_point():
+        raise TypeError(
+            f"expert_bias has dtype {expert_bias.dtype}; it must be floating point, as the rate "
+            "is added to it: pass expert_bias.float()"
+        )
     with torch.no_grad():
-        counts = tokens_per_expert
+        # Sums of all experts and ranks need not fit into the dtype of one expert's count.
+        wide = torch.float64 if kind.is_floating_point else torch.int64
+        counts = tokens_per_expert.to(wide)
         if group is not None:
             counts = counts.clone()
             dist.all_reduce(counts, group=membership(group).group)

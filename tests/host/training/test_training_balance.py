@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -254,6 +256,42 @@ def test_a_bias_moves_towards_the_mean_by_the_rate(dtype: torch.dtype) -> None:
     assert layers.tolist() == [[-1, 1, 0, -1], [-1, 0, 1, -1]]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "most"),
+    [
+        (torch.int8, 127),
+        (torch.uint8, 255),
+        (torch.int16, 32767),
+        (torch.int32, 34_000_000),
+        (torch.bfloat16, 2.0**120),
+        (torch.float16, 65504.0),
+        (torch.float32, 16_777_216.0),
+    ],
+    ids=str,
+)
+def test_counts_of_a_narrow_dtype_add_up(dtype: torch.dtype, most: float) -> None:
+    """128 experts, of which one has all that its dtype holds and the others have half of it."""
+    counts = torch.full((128,), most / 2, dtype=torch.float64).to(dtype)
+    counts[0] = most
+    numbers = [int(one) for one in counts.tolist()]
+    mean = Fraction(sum(numbers), len(numbers))
+    right = [(one < mean) - (one > mean) for one in numbers]
+    assert {*right} == {-1, 1}
+    found = training.get_updated_expert_bias(counts, torch.zeros(128), 1.0)
+    assert found.tolist() == right
+    assert found.dtype == torch.float32
+    assert [int(one) for one in counts.tolist()] == numbers
+
+
+def test_counts_of_a_narrow_dtype_add_up_over_ranks() -> None:
+    def rank_main(world: World) -> list[float]:
+        counts = torch.tensor([100, 0, 50], dtype=torch.int8)
+        found = training.get_updated_expert_bias(counts, torch.zeros(3), 1.0, dist.group.WORLD)
+        return found.tolist()
+
+    assert ranks_of_torch(rank_main, 2) == [[-1.0, 1.0, 0.0]] * 2
+
+
 def test_a_bias_may_be_of_all_ranks_counts() -> None:
     def rank_main(world: World) -> list[float]:
         counts = torch.tensor([[5, 0, 4], [0, 5, 1]])[world.rank]
@@ -314,6 +352,19 @@ def test_a_bias_may_be_of_all_ranks_counts() -> None:
         (
             lambda: training.get_updated_expert_bias(torch.ones(4), torch.ones(3), 1.0),
             r"expert_bias is \[3\]; it must be \[4\]",
+        ),
+        *(
+            (
+                functools.partial(
+                    training.get_updated_expert_bias, torch.ones(4).to(dtype), torch.ones(4), 1.0
+                ),
+                f"tokens_per_expert has dtype {dtype}; it must be an integer",
+            )
+            for dtype in (torch.bool, torch.complex64, torch.float8_e4m3fn)
+        ),
+        (
+            lambda: training.get_updated_expert_bias(torch.ones(4), torch.ones(4).long(), 1.0),
+            "expert_bias has dtype torch.int64; it must be floating point",
         ),
     ],
 )
