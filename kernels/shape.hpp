@@ -6,7 +6,7 @@
 // host/moeos/config/activations.py have the names.
 #pragma once
 
-#include "kernels/formats.hpp"
+#include "kernels/element_formats.hpp"
 #include "runtime/words/base.hpp"
 
 namespace moeos {

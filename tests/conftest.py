@@ -80,7 +80,7 @@ LONG = (
     "model",
     "integrations",
     "host/call/test_custom_op.py",
-    "host/call/test_gradient_operators.py",
+    "host/call/test_backward_operators.py",
 )
 """Those that take longest of the others, which come first, so that the processes end at about the
 same time."""

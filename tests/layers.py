@@ -20,7 +20,7 @@ from moeos.call import call_checks
 from moeos.call.call_checks import Expected
 from moeos.checkpoints.state_names import state_name
 from moeos.config import reference
-from moeos.config.formats import (
+from moeos.config.element_formats import (
     TOKEN_GROUP,
     WeightFormat,
     dequantize,

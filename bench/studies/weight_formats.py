@@ -17,7 +17,7 @@ import moeos
 from bench import study
 from bench.studies import options
 from bench.study import Case, Study
-from moeos.config.formats import NAMES
+from moeos.config.element_formats import NAMES
 
 TOKENS = (1, 8, 128, 512, 2048, 8192)
 PLAIN = "plain"

@@ -14,7 +14,7 @@
 // packed into tiles nor on the number of blocks. May not know: queues, flags, tiles of the call.
 #pragma once
 
-#include "kernels/sm90/block/gradient_arguments.cuh"
+#include "kernels/sm90/block/backward_arguments.cuh"
 #include "kernels/sm90/gradient_tile.cuh"
 #include "kernels/sm90/mainloop/mainloop.cuh"
 

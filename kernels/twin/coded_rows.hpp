@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of e4m3 codes with their fp32 scales behind them (kernels/formats.hpp): made of fp32
+// Rows of e4m3 codes with their fp32 scales behind them (kernels/element_formats.hpp): made of fp32
 // numbers, packed for a product as the numbers that they stand for, and added up as these.
 //
 // May not know: where rows lie, and what they are multiplied by.
@@ -9,7 +9,7 @@
 #include <cstddef>
 #include <cstring>
 
-#include "kernels/formats.hpp"
+#include "kernels/element_formats.hpp"
 #include "kernels/twin/gemm.hpp"
 
 namespace moeos::twin {

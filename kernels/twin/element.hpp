@@ -4,7 +4,7 @@
 
 #include <cstddef>
 
-#include "kernels/formats.hpp"
+#include "kernels/element_formats.hpp"
 #include "kernels/twin/gemm.hpp"
 #include "runtime/words/base.hpp"
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The twin's matrix product on one thread: out = rows * weight^T, accumulated in fp32.
 //
-// Knows packed rows, weights as they are stored (kernels/formats.hpp) and one thread. Knows nothing
-// of tasks, experts, activations or other ranks.
+// Knows packed rows, weights as they are stored (kernels/element_formats.hpp) and one thread. Knows
+// nothing of tasks, experts, activations or other ranks.
 //
 // Use: pack every 8 rows (of any origin) into a panel with pack_rows, lay panels end to end, then
 // call multiply for the columns wanted. Neither function allocates, locks, throws or keeps state;
@@ -18,7 +18,7 @@
 #include <cstdint>
 #include <span>
 
-#include "kernels/formats.hpp"
+#include "kernels/element_formats.hpp"
 
 namespace moeos::twin {
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from moeos.checkpoints.formats import FORMATS
+from moeos.checkpoints.stored_matrices import FORMATS
 from moeos.config.hf.families import FAMILIES, Family
 from moeos.config.hf.layouts import LAYOUTS, Layout
 from tests.processes import ROOT

@@ -14,7 +14,7 @@ import pytest
 
 from tests.processes import ROOT
 
-FOLDERS = (".", "docs", "docs/log", "docs/performance", "results")
+FOLDERS = (".", "docs", "docs/evaluation", "docs/performance", "results")
 """Where the pages lie."""
 
 LEFT_OUT = {"docs/api.md": "written by tests/docs/reference_page.py"}

@@ -25,7 +25,7 @@ from moeos import MoEConfig, Placement, _runtime
 from moeos.compile import jit
 from moeos.compile.kernel_shape import KernelShape
 from moeos.engines.counters import CallStats
-from moeos.engines.cuda import gradients as cuda_gradients
+from moeos.engines.cuda import backward_kernels as cuda_gradients
 from moeos.engines.cuda import records as cuda_records
 from moeos.engines.shared_heap import SharedHeap
 from moeos.partition.slicing import WHOLE, Slicing

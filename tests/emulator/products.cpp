@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "kernels/formats.hpp"
+#include "kernels/element_formats.hpp"
 
 namespace emulator {
 namespace {

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from moeos.config.formats import NAMES
+from moeos.config.element_formats import NAMES
 from tests.emulator.emulated import EmulatedLayer, assert_computes, build
 from tests.layers import config, draw_given_call, draw_weights
 from tests.nightly import all_but

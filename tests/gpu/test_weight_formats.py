@@ -10,7 +10,7 @@ import torch
 
 import moeos
 from moeos import World
-from moeos.config.formats import NAMES
+from moeos.config.element_formats import NAMES
 from moeos.world import virtual
 from tests.gpu.cases import (
     DEADLINE,

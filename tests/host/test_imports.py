@@ -50,7 +50,7 @@ print(*wrong, *[one for one in few if not imported(one)])
 
 NEED_THEIR_LIBRARY = {
     f"moeos.integrations.{name}"
-    for name in ("vllm", "vllm_experts", "vllm_formats", "sglang", "torchtitan")
+    for name in ("vllm", "vllm_experts", "vllm_quantized", "sglang", "torchtitan")
 }
 """Adapters whose library is not installed beside moeos: tests/integrations/test_missing.py."""
 

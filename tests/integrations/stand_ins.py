@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moeos import MoEConfig
 from moeos.config import reference
-from moeos.config.formats import dequantize, quantize_matrix
+from moeos.config.element_formats import dequantize, quantize_matrix
 from tests.host.world.test_groups import in_processes
 
 FAKES = Path(__file__).parent / "fakes"

@@ -12,7 +12,7 @@ import pytest
 from tests import programs
 
 LIBRARIES = {
-    **dict.fromkeys(("vllm", "vllm_experts", "vllm_formats"), "vllm"),
+    **dict.fromkeys(("vllm", "vllm_experts", "vllm_quantized"), "vllm"),
     "torchtitan": "torchtitan",
     "sglang": "sglang",
 }

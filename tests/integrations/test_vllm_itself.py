@@ -189,7 +189,7 @@ def test_mypy_is_content_with_the_adapter_beside_vllm_s_own_types(
 ) -> None:
     environments.run(python, "-m", "pip", "install", "--quiet", "mypy==2.4.1")
     (tmp_path / "moeos").symlink_to(ROOT / "host" / "moeos", target_is_directory=True)
-    files = [f"moeos/integrations/{name}.py" for name in ("vllm", "vllm_experts", "vllm_formats")]
+    files = [f"moeos/integrations/{name}.py" for name in ("vllm", "vllm_experts", "vllm_quantized")]
     options = ["--config-file", ROOT / "pyproject.toml", "--python-version", "3.11"]
     silent = ["--follow-imports", "silent", "--cache-dir", ROOT / ".mypy_cache" / "vllm"]
     probe = tmp_path / "probe.py"

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// kernels/formats.hpp against the formats' definitions: every code, and where its scale is, and the
-// codes of numbers. Prints the numbers of codes, and from which numbers on a code is the nearest,
-// which test_native.py compares with PyTorch's.
+// kernels/element_formats.hpp against the formats' definitions: every code, and where its scale is,
+// and the codes of numbers. Prints the numbers of codes, and from which numbers on a code is the
+// nearest, which test_native.py compares with PyTorch's.
 //
 // Build: g++ -std=c++20 -I. tests/native/test_formats.cpp -o test_formats
 #if defined(__SSE2__)
@@ -13,7 +13,7 @@
 #include <cstdint>
 #include <limits>
 
-#include "kernels/formats.hpp"
+#include "kernels/element_formats.hpp"
 #include "tests/native/codes.hpp"
 #include "tests/native/expect.hpp"
 

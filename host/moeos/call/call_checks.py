@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from moeos.config.config import MoEConfig
-from moeos.config.formats import FORMATS, TOKEN_GROUP, WeightFormat
+from moeos.config.element_formats import FORMATS, TOKEN_GROUP, WeightFormat
 from moeos.config.limits import DTYPES
 from moeos.engines.calls import MAX_PIECES
 from moeos.partition import sharding

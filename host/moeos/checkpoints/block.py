@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from moeos.checkpoints import files, names, state_names
-from moeos.checkpoints.formats import (
+from moeos.checkpoints.shared_names import SharedNames
+from moeos.checkpoints.stored import Cut, Stored
+from moeos.checkpoints.stored_matrices import (
     HOW_TO_DEQUANTISE,
     LOADABLE,
     PLAIN,
@@ -28,10 +30,8 @@ from moeos.checkpoints.formats import (
     part_name,
     require_finite,
 )
-from moeos.checkpoints.shared_names import SharedNames
-from moeos.checkpoints.stored import Cut, Stored
 from moeos.config.config import MoEConfig
-from moeos.config.formats import FORMATS, WeightFormat
+from moeos.config.element_formats import FORMATS, WeightFormat
 from moeos.config.hf.layouts import Layout
 from moeos.partition import sharding
 from moeos.partition.placement import Placement, experts_of

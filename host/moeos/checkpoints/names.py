@@ -11,9 +11,9 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from moeos.checkpoints import formats, shared_names
-from moeos.checkpoints.formats import Format
+from moeos.checkpoints import shared_names, stored_matrices
 from moeos.checkpoints.shared_names import SharedNames
+from moeos.checkpoints.stored_matrices import Format
 from moeos.config.config import MoEConfig
 from moeos.config.hf import layouts
 from moeos.config.hf.families import FAMILIES
@@ -193,7 +193,7 @@ def _in_scope(layout: Layout, name: str) -> bool:
 
 
 def _parts_of(layout: Layout) -> dict[str, tuple[str, str]]:
-    return formats.parts_of(layout.matrices, layout.formats)
+    return stored_matrices.parts_of(layout.matrices, layout.formats)
 
 
 def _own_names(layout: Layout) -> set[str]:
@@ -213,10 +213,10 @@ def _formats_of(look: _Look, first: Mapping[str, str], prefix: str) -> dict[str,
         found[matrix].append(part)
     rows = {}
     for matrix, parts in found.items():
-        rows[matrix] = formats.BY_NAME["plain"]  # the loader says that it is missing
+        rows[matrix] = stored_matrices.BY_NAME["plain"]  # the loader says that it is missing
         if parts:
-            shown = prefix + first[formats.part_name(matrix, parts[0])]
-            rows[matrix] = formats.require_format(shown, parts, look.layout.formats)
+            shown = prefix + first[stored_matrices.part_name(matrix, parts[0])]
+            rows[matrix] = stored_matrices.require_format(shown, parts, look.layout.formats)
     return rows
 
 

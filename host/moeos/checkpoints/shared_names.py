@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from moeos.checkpoints import formats
-from moeos.checkpoints.formats import Format
+from moeos.checkpoints import stored_matrices
+from moeos.checkpoints.stored_matrices import Format
 from moeos.config.config import MoEConfig
 from moeos.config.hf import layouts
 from moeos.config.hf.families import FAMILIES
@@ -33,7 +33,7 @@ class SharedNames(NamedTuple):
     def names(self, cfg: MoEConfig) -> list[str]:
         """What may be there of them, behind the prefix."""
         gate = [self.layout.gate] if cfg.shared_gate and self.layout.gate is not None else []
-        return [*formats.parts_of(self.layout.matrices, self.layout.formats), *gate]
+        return [*stored_matrices.parts_of(self.layout.matrices, self.layout.formats), *gate]
 
 
 def find(cfg: MoEConfig, every: Sequence[str], prefix: str) -> SharedNames:
@@ -58,10 +58,10 @@ def find(cfg: MoEConfig, every: Sequence[str], prefix: str) -> SharedNames:
     before = _before(best, prefix)
     found: dict[str, Format] = {}
     for matrix, parts in _there(best, names, prefix).items():
-        found[matrix] = formats.PLAIN  # the loader says that it is missing
+        found[matrix] = stored_matrices.PLAIN  # the loader says that it is missing
         if parts:
-            shown = before + formats.part_name(matrix, parts[0])
-            found[matrix] = formats.require_format(shown, parts, best.formats)
+            shown = before + stored_matrices.part_name(matrix, parts[0])
+            found[matrix] = stored_matrices.require_format(shown, parts, best.formats)
     return SharedNames(best, found, before)
 
 
@@ -79,7 +79,7 @@ def why_unused(cfg: MoEConfig, name: str) -> str:
     """What of a config leaves a tensor unused that may be of shared experts; "" where nothing."""
     rows = layouts.SHARED
     if cfg.shared_experts == 0 and any(
-        name in formats.parts_of(row.matrices, row.formats) for row in rows
+        name in stored_matrices.parts_of(row.matrices, row.formats) for row in rows
     ):
         return ", whose shared_experts is 0"
     if not cfg.shared_gate and name in {row.gate for row in rows}:
@@ -106,7 +106,7 @@ def _there(row: SharedLayout, names: set[str], prefix: str) -> dict[str, list[st
     """The parts of each of a row's matrices that are there."""
     before = _before(row, prefix)
     there: dict[str, list[str]] = {matrix: [] for matrix in row.matrices}
-    for name, (matrix, part) in formats.parts_of(row.matrices, row.formats).items():
+    for name, (matrix, part) in stored_matrices.parts_of(row.matrices, row.formats).items():
         if before + name in names:
             there[matrix].append(part)
     return there

@@ -15,7 +15,7 @@ from typing import Any
 
 from moeos.call import call_checks
 from moeos.config.config import MoEConfig
-from moeos.config.formats import NAMES
+from moeos.config.element_formats import NAMES
 
 _FIELDS = {
     **dict.fromkeys(("w1", "w2", *call_checks.SCALES), "weight_format"),

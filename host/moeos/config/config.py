@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from moeos.config.activations import FORMULAS, Activation, Formula
-from moeos.config.formats import (
+from moeos.config.element_formats import (
     ACTIVATION_NAMES,
     FORMATS,
     HIDDEN_GROUP,

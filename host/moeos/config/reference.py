@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from moeos.config.activations import Curve
 from moeos.config.config import MoEConfig
-from moeos.config.formats import (
+from moeos.config.element_formats import (
     HIDDEN_GROUP,
     RESULT_GROUP,
     TOKEN_GROUP,
@@ -235,9 +235,9 @@ def moe(
     · x[i]), times the sigmoid of x[i] · shared_gate where there is one, whatever the routing.
 
     With `activation_format` x, and what lies between the two products of an expert, are what their
-    codes and scales stand for, by `moeos.config.formats.quantize_rows` in fp32. The router, shared
-    and zero experts read x as it is. With `result_format` an expert's result is so, too, before it
-    is weighed.
+    codes and scales stand for, by `moeos.config.element_formats.quantize_rows` in fp32. The router,
+    shared and zero experts read x as it is. With `result_format` an expert's result is so, too,
+    before it is weighed.
 
     Args:
         x: [S, H], any floating dtype.

@@ -18,7 +18,7 @@ import torch
 from moeos import _runtime
 from moeos.config.activations import Curve
 from moeos.config.config import GateUp, GroupScore, MoEConfig, Scoring
-from moeos.config.formats import (
+from moeos.config.element_formats import (
     ACTIVATION_NAMES,
     FORMATS,
     HIDDEN_GROUP,
@@ -33,7 +33,7 @@ CHUNK_ROWS = 32
 MAX_RANKS = 2**16 - 1
 """Of a world: the runtime numbers a row's source in 16 bits."""
 _MOST_BYTES = 2**32 - 1  # of a row: the runtime counts them in 32 bits
-_RESULT_ALIGNMENT = 128  # a cache line, as coded_result_bytes of kernels/formats.hpp
+_RESULT_ALIGNMENT = 128  # a cache line, as coded_result_bytes of kernels/element_formats.hpp
 _BETWEEN_SHARES = 2  # of even routing, that have places between the GEMMs
 _RING_SHARES = 2  # of even routing, that have places in a cell
 _RING_TILES = 4  # at least so many
@@ -159,7 +159,7 @@ def _between_bytes(cfg: MoEConfig) -> int:
 
 
 def _coded_bytes(values: int, group: int, multiple: int = 16) -> int:
-    """As coded_row_bytes of kernels/formats.hpp."""
+    """As coded_row_bytes of kernels/element_formats.hpp."""
     return -(-(values + values // group * 4) // multiple) * multiple
 
 

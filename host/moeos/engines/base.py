@@ -30,9 +30,10 @@ class CallTensors(NamedTuple):
     point type [rows, k], of any strides, or None: without weights the gate weighs these ids, and
     without either it chooses, too; w1, w2, b1, b2 and w3, or None, as
     `call_checks.expected_weights` has them; with cfg.weight_format w1 and w2 are its codes, and
-    w1_scale, w2_scale, w1_scale_2 and w2_scale_2 its scales, or None, as `moeos.config.formats` has
-    them, and with cfg.shared_weight_format the shared experts' likewise; x_scale, or None: with one
-    x is e4m3 codes, and x_scale [rows, H / 128] theirs, fp32 or bytes that are exponents (E8M0);
+    w1_scale, w2_scale, w1_scale_2 and w2_scale_2 its scales, or None, as
+    `moeos.config.element_formats` has them, and with cfg.shared_weight_format the shared experts'
+    likewise; x_scale, or None: with one x is e4m3 codes, and x_scale [rows, H / 128] theirs, fp32
+    or bytes that are exponents (E8M0);
     tokens int32 [1] or [], S, or None: S is the number of rows; any_ids: an id that is no expert is
     an unused slot, else -1 alone is one and others end the call; pieces: the number of collective
     calls that it is cut into, equal on all ranks, each of `max_tokens` rows until there are no

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moeos.config.config import MoEConfig
-from moeos.config.formats import BLOCK, ActivationFormat, WeightFormat
+from moeos.config.element_formats import BLOCK, ActivationFormat, WeightFormat
 from moeos.integrations import shared
 from moeos.layer.experts import Experts
 

@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from moeos.compile import kernel_shape
 from moeos.config.config import MoEConfig
-from moeos.config.formats import FORMATS, ActivationFormat
+from moeos.config.element_formats import FORMATS, ActivationFormat
 from moeos.engines.twin import engine as twin
-from moeos.integrations import formula_of, shared, transformers_formats, transformers_weights
+from moeos.integrations import formula_of, shared, transformers_quantized, transformers_weights
 from moeos.layer.experts import Experts
 from moeos.partition.slicing import Parallel
 from moeos.system.process import Home
@@ -145,7 +145,7 @@ class MoeosEP(EPImplementation):
         super().__init__(experts, ep_mesh, tp_mesh)
         _refuse(experts)
         own = transformers_weights.weights_of(experts)
-        transformers_formats.format_of(experts, own, _where(experts))
+        transformers_quantized.format_of(experts, own, _where(experts))
         self._module = experts
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -304,11 +304,11 @@ def _call(
     """
     own = transformers_weights.weights_of(module)
     layout = transformers_weights.layout_of(module, own)
-    if layout is None or (layout.transposed and transformers_formats.is_coded(own.w1)):
+    if layout is None or (layout.transposed and transformers_quantized.is_coded(own.w1)):
         strides = [one.stride() for one in own[:2]]
         works = "contiguous ones do: assign a contiguous copy to each parameter's data"
         raise shared.refusal(_where(module), "strides of the experts' matrices", strides, works)
-    dtype = x.dtype if transformers_formats.is_coded(own.w1) else own.w1.dtype
+    dtype = x.dtype if transformers_quantized.is_coded(own.w1) else own.w1.dtype
     key = (_options, ids.shape[-1], dtype, parallel, own.w1.dtype, own.w1.device, layout)
     if not _is_ready(module, key):
         if torch.compiler.is_exporting():
@@ -335,7 +335,7 @@ def _taken(
     """A module's tensors as `moeos.Experts` takes them: views, and scales."""
     if cfg.weight_format is None:
         return transformers_weights.as_they_lie(module, own, layout)
-    return transformers_formats.coded(own, cfg.weight_format)
+    return transformers_quantized.coded(own, cfg.weight_format)
 
 
 def _device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -382,7 +382,7 @@ def _made(
 ) -> Experts:
     """The experts of a module's first call, of tokens in `dtype`. Collective over `group`."""
     fields = _refuse(module)
-    weight_format = transformers_formats.format_of(module, own, _where(module))
+    weight_format = transformers_quantized.format_of(module, own, _where(module))
     device = own.w1.device
     if device.type not in _DTYPES:
         raise shared.refusal(
@@ -425,7 +425,7 @@ def _made(
     mine = shared.require_slices(_where(module), cfg, parallel, world.size, works)
     if weight_format is not None:
         taken = _taken(module, own, layout, cfg)
-        transformers_formats.check(module, mine, taken, _where(module))
+        transformers_quantized.check(module, mine, taken, _where(module))
     with _device_of(own.w1):
         return shared.experts_of(cfg, world, parallel)
 

@@ -19,7 +19,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from moeos.config.formats import MX_GROUP
+from moeos.config.element_formats import MX_GROUP
 from moeos.integrations.shared import NAME
 
 

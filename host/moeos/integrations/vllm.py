@@ -4,8 +4,8 @@
 vLLM calls `register` in each of its processes, by the entry point `vllm.general_plugins`. A
 quantisation config is where vLLM lets a plugin choose how a layer computes; nothing is quantised
 that the checkpoint has not. This file chooses and refuses; `moeos.integrations.vllm_experts`
-computes, and `vllm_formats` has the checkpoints that are quantised. It was written for the version
-below and is imported before vLLM's layers are, so it imports none of them itself.
+computes, and `vllm_quantized` has the checkpoints that are quantised. It was written for the
+version below and is imported before vLLM's layers are, so it imports none of them itself.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class MoeosConfig(QuantizationConfig):
         """Of a quantised checkpoint it is vLLM's own config, with experts by moeos."""
         if config.get("quant_method") is None:
             return cls()
-        from moeos.integrations import vllm_formats  # spares vLLM's layers
+        from moeos.integrations import vllm_quantized  # spares vLLM's layers
 
-        return vllm_formats.config_of(config)
+        return vllm_quantized.config_of(config)
 
     @classmethod
     def override_quantization_method(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from moeos.config.config import MoEConfig
-from moeos.config.formats import ActivationFormat, WeightFormat
+from moeos.config.element_formats import ActivationFormat, WeightFormat
 from moeos.integrations import shared
 from moeos.layer.experts import Experts
 from moeos.partition.slicing import Parallel

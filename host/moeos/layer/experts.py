@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch.compiler import is_compiling
 
-from moeos.call import call_checks, custom_op, gradient_operators, gradients, main_grads
+from moeos.call import autograd, backward_operators, call_checks, custom_op, main_grads
 from moeos.call.call_checks import Expected
 from moeos.call.known_tensors import KnownTensors
 from moeos.config.config import MoEConfig
@@ -260,7 +260,7 @@ class Experts:
         call_checks.check_weights(device, caller.expected, own, caller.absent, holder)
         trains = call_checks.wants_gradient(x, x_scale, topk_weights, out, *own)
         if trains:
-            why = gradients.no_backward(self.engine)
+            why = autograd.no_backward(self.engine)
             call_checks.check_backward(caller.name, cfg, why, out, rows, ids, weights, tokens, *own)
         call_checks.check_tangents(caller.name, x, x_scale, topk_weights, out, *own)
         routing = (ids, weights, tokens, x_scale)
@@ -272,12 +272,12 @@ class Experts:
             plain = call_checks.PLAIN.issuperset(map(type, (rows, *routing, *own)))
             if plain and (at_once or (main and not is_compiling())):
                 call_checks.check_memory(rows, routing, own)
-                asked = gradients.How(
+                asked = autograd.How(
                     *(self.engine, cfg, ids, tokens, caller.any_ids, pieces, tuple(main))
                 )
-                trained = gradients.call(asked, rows, weights, own)
+                trained = autograd.call(asked, rows, weights, own)
             else:
-                trained = gradient_operators.call(
+                trained = backward_operators.call(
                     *(order, self.key, rows, (ids, weights, tokens), own),
                     slots=cfg.slots,
                     pairs=self.slicing.routed_pairs(cfg),

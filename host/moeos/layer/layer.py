@@ -21,7 +21,7 @@ from moeos import checkpoints
 from moeos.call import call_checks, custom_op, rounded_routing
 from moeos.checkpoints import state_names
 from moeos.config.config import MoEConfig
-from moeos.config.formats import quantize_matrix
+from moeos.config.element_formats import quantize_matrix
 from moeos.engines import values
 from moeos.layer import moving, replacing, wrappers
 from moeos.layer.experts import Caller, Experts, check_supported, device_of, placement_of

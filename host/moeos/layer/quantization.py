@@ -11,7 +11,7 @@ import dataclasses
 import torch
 
 from moeos.call import call_checks
-from moeos.config.formats import NAMES, ActivationFormat, WeightFormat, dequantize
+from moeos.config.element_formats import NAMES, ActivationFormat, WeightFormat, dequantize
 from moeos.layer.layer import MoELayer
 
 

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 from moeos import _runtime
 from moeos.config.config import MoEConfig
-from moeos.config.formats import FORMATS
+from moeos.config.element_formats import FORMATS
 from moeos.config.sizes import NARROW_ROWS
 from moeos.partition.rates import (
     H200_BLOCKS,

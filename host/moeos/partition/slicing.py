@@ -16,7 +16,7 @@ from typing import Literal, TypedDict, get_args
 import torch
 
 from moeos.config.config import MoEConfig
-from moeos.config.formats import FORMATS, HIDDEN_GROUP
+from moeos.config.element_formats import FORMATS, HIDDEN_GROUP
 from moeos.partition.placement import Placement
 from moeos.partition.policies import AUTO, Layout, Policy, Reduce, reduces_after, require_policy
 

@@ -14,7 +14,7 @@ from moeos.training.balance import (
     tokens_per_expert,
     z_loss_func,
 )
-from moeos.training.gradients import clip_grad_norm_, get_total_norm
+from moeos.training.gradient_norms import clip_grad_norm_, get_total_norm
 from moeos.training.replicas import reduce_expert_grads_
 from moeos.training.scaling import GradScaler
 

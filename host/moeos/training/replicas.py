@@ -23,7 +23,7 @@ from moeos.layer import wrappers
 from moeos.partition import sharding
 from moeos.system.errors import ConfigMismatch, PeerTimeout, said
 from moeos.system.held_signals import HeldSignals
-from moeos.training.gradients import distinct, gradient_of, ids_of_experts
+from moeos.training.gradient_norms import distinct, gradient_of, ids_of_experts
 from moeos.world import process_groups, rendezvous
 from moeos.world.all_reduce import OfHosts
 from moeos.world.control import ControlPlane, StoreControl

@@ -18,7 +18,7 @@ from moeos.layer.experts import device_of
 from moeos.partition import sharding
 from moeos.system.errors import PeerTimeout
 from moeos.system.held_signals import HeldSignals
-from moeos.training.gradients import over_ranks
+from moeos.training.gradient_norms import over_ranks
 from moeos.world import agreement, interruption
 from moeos.world.world import World, require_world
 

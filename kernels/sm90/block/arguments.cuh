@@ -88,7 +88,7 @@ struct RankArguments : TensorMaps {
   const float* expert_scale;
   const u8* b1;
   const u8* b2;
-  const u8* w1_scale;  // of stored weights: kernels/formats.hpp
+  const u8* w1_scale;  // of stored weights: kernels/element_formats.hpp
   const u8* w2_scale;
   const float* w1_scale_2;
   const float* w2_scale_2;

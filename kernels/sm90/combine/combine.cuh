@@ -7,8 +7,8 @@
 #pragma once
 
 #include "kernels/sm90/block/arguments.cuh"
+#include "kernels/sm90/block/backward_arguments.cuh"
 #include "kernels/sm90/block/block.cuh"
-#include "kernels/sm90/block/gradient_arguments.cuh"
 #include "kernels/sm90/ptx/decode.cuh"
 #include "kernels/sm90/ptx/tma.cuh"
 #include "kernels/sm90/route/routing_rules.cuh"

@@ -5,7 +5,7 @@
 // scale group alone (DeepSeek-V3, arXiv:2412.19437, section 3.3.2). The consumers add its sums,
 // times the scales of its row and of its weights, to d. While one warpgroup does so, the other one
 // multiplies. Scales are read from memory, a step before they are used: those of a row lie behind
-// its codes (kernels/formats.hpp). May not know: where results go.
+// its codes (kernels/element_formats.hpp). May not know: where results go.
 #pragma once
 
 #include "kernels/sm90/block/accumulators.cuh"

@@ -8,8 +8,8 @@
 #pragma once
 
 #include "kernels/sm90/block/arguments.cuh"
+#include "kernels/sm90/block/backward_arguments.cuh"
 #include "kernels/sm90/block/block.cuh"
-#include "kernels/sm90/block/gradient_arguments.cuh"
 #include "kernels/sm90/ptx/decode.cuh"
 #include "kernels/sm90/ptx/load.cuh"
 #include "kernels/sm90/ptx/store.cuh"
@@ -62,8 +62,8 @@ inline void weigh_rows(const RankArguments& arguments, const RankMemory& memory,
   }
 }
 
-/// Makes codes and scales of the tokens of a block: kernels/formats.hpp. Lanes side by side have a
-/// group.
+/// Makes codes and scales of the tokens of a block: kernels/element_formats.hpp. Lanes side by side
+/// have a group.
 inline void code_rows(const RankArguments& arguments, const RankMemory& memory, u32 first,
                       u32 end) {
   constexpr u32 kOfThread = 8;

@@ -6,7 +6,7 @@
 // codes lie; what is multiplied.
 #pragma once
 
-#include "kernels/formats.hpp"
+#include "kernels/element_formats.hpp"
 #include "kernels/sm90/block/config.cuh"
 #include "kernels/sm90/ptx/decode.cuh"
 

@@ -11,7 +11,7 @@
 // where results go.
 #pragma once
 
-#include "kernels/sm90/block/gradient_arguments.cuh"
+#include "kernels/sm90/block/backward_arguments.cuh"
 #include "kernels/sm90/operands/boxes.cuh"
 #include "kernels/sm90/ptx/wgmma.cuh"
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Weights that are stored as codes and scales (kernels/formats.hpp), beside rows that are not: the
-// consumers decode them stage by stage, where they lie.
+// Weights that are stored as codes and scales (kernels/element_formats.hpp), beside rows that are
+// not: the consumers decode them stage by stage, where they lie.
 //
 // TMA lands a stage's codes at the begin of its weights' place, rows in the order that weights have
 // there (accumulators.cuh). Each consumer thread has one row of each step. It reads the row's codes

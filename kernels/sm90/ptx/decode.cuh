@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Codes as numbers, two at a time, and numbers as e4m3 codes; kernels/formats.hpp says what each
-// means.
-// Source: PTX ISA, "cvt" and "prmt"; OCP Microscaling Formats 1.0.
+// Codes as numbers, two at a time, and numbers as e4m3 codes; kernels/element_formats.hpp says what
+// each means. Source: PTX ISA, "cvt" and "prmt"; OCP Microscaling Formats 1.0.
 #pragma once
 
 #include "kernels/sm90/ptx/element.cuh"

@@ -19,9 +19,9 @@ from moeos.checkpoints import files, load_block, open_tensors
 from moeos.config import reference
 from moeos.world import virtual
 from tests.host.checkpoints.test_checkpoint import PREFIX, config, fused_names, split_names
-from tests.host.checkpoints.test_checkpoint_formats import PREFIX as QUANTISED
-from tests.host.checkpoints.test_checkpoint_formats import config as large
-from tests.host.checkpoints.test_checkpoint_formats import fp8_blocks, fp8_blocks_ue8m0, stacked
+from tests.host.checkpoints.test_stored_matrices import PREFIX as QUANTISED
+from tests.host.checkpoints.test_stored_matrices import config as large
+from tests.host.checkpoints.test_stored_matrices import fp8_blocks, fp8_blocks_ue8m0, stacked
 from tests.tiny_models import tiny
 
 

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 import moeos
 from moeos import MoEConfig, MoELayer
-from moeos.checkpoints import formats, load_block
+from moeos.checkpoints import load_block, stored_matrices
 from moeos.config.hf import modules
 from moeos.config.hf.families import FAMILIES
 from moeos.config.hf.modules import Matrix
-from tests.host.checkpoints import test_checkpoint_formats as drawn
+from tests.host.checkpoints import test_stored_matrices as drawn
 from tests.host.cli.commands import invoke
 from tests.tiny_models import TINY, tiny
 
@@ -718,8 +718,10 @@ def test_a_scale_of_shared_experts_and_of_gpt_oss_is_named_likewise() -> None:
     parts = {"blocks": torch.zeros(64, 2, 16, dtype=torch.uint8), "scales": torch.full((64, 2), 9)}
     parts["scales"] = parts["scales"].to(torch.uint8)
     parts["scales"][5, 1] = 0xFF
-    with pytest.raises(formats.Unfit, match=r"^scales has 1 of 128 scales .* nan at \[5, 1\]"):
-        formats.require_finite(formats.BY_NAME["mxfp4"], parts)
+    with pytest.raises(
+        stored_matrices.Unfit, match=r"^scales has 1 of 128 scales .* nan at \[5, 1\]"
+    ):
+        stored_matrices.require_finite(stored_matrices.BY_NAME["mxfp4"], parts)
 
 
 # --- layers that predict further tokens -----------------------------------------------------------

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_d
 from moeos import World
 from moeos.checkpoints import load_block
 from moeos.config.config import MoEConfig
-from tests.host.checkpoints.test_checkpoint_formats import (
+from tests.host.checkpoints.test_stored_matrices import (
     HIDDEN,
     ONE_BY_ONE,
     PREFIX,

@@ -18,11 +18,11 @@ from moeos.checkpoints import load_block, open_tensors
 from moeos.config import reference
 from moeos.partition.slicing import Parallel, Slicing
 from moeos.world import virtual
-from tests.host.checkpoints import test_checkpoint_formats as quantised
+from tests.host.checkpoints import test_stored_matrices as quantised
 from tests.host.checkpoints.test_checkpoint import PREFIX, fused_names, split_names
 from tests.host.checkpoints.test_checkpoint import config as small
 from tests.host.checkpoints.test_checkpoint_files import bytes_read, sharded
-from tests.host.checkpoints.test_checkpoint_formats import (
+from tests.host.checkpoints.test_stored_matrices import (
     HELD,
     fp8_blocks,
     fp8_matrix,

@@ -21,7 +21,7 @@ from moeos.compile import jit, kernel_shape, machine_code
 from moeos.compile.jit import Kernel, compile_kernel, include_root, macros
 from moeos.compile.kernel_shape import KernelShape, Transport
 from moeos.engines.cuda.arguments import RECORD_BYTES
-from moeos.engines.cuda.gradient_arguments import GRADIENT_RECORD_BYTES, SAVING_RECORD_BYTES
+from moeos.engines.cuda.backward_arguments import GRADIENT_RECORD_BYTES, SAVING_RECORD_BYTES
 from moeos.partition.policies import Layout, Policy
 from moeos.partition.slicing import Slicing
 from tests.host.compile.kernel_shapes import shape

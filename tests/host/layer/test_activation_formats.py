@@ -20,7 +20,7 @@ from torch.nn import functional
 
 import moeos
 from moeos import Experts, MoELayer, TwinOptions, World
-from moeos.config import formats, reference
+from moeos.config import element_formats, reference
 from moeos.engines.twin import engine as twin
 from moeos.world import virtual
 from tests.layers import (
@@ -85,7 +85,7 @@ RANKS = [(1, torch.bfloat16), (2, torch.float32), (3, torch.bfloat16)]
 
 
 @pytest.mark.parametrize(
-    ("name", "rule", "world"), spread(17, [*itertools.product(formats.NAMES, RULES, RANKS)])
+    ("name", "rule", "world"), spread(17, [*itertools.product(element_formats.NAMES, RULES, RANKS)])
 )
 def test_every_token_has_what_the_reference_makes_of_the_codes(
     name: str, rule: str, world: tuple[int, torch.dtype]
@@ -272,7 +272,7 @@ def test_codes_take_less_of_the_heap_and_of_what_lies_between() -> None:
     assert far.result_bytes == ours.result_bytes + 4 * ours.cell_places * ours.row_bytes
 
 
-@pytest.mark.parametrize("name", formats.NAMES)
+@pytest.mark.parametrize("name", element_formats.NAMES)
 def test_quantize_makes_a_layer_of_codes_and_nothing_is_stored_for_it(name: Any) -> None:
     plain = draw_weights(config(hidden=256, intermediate=192, bias=True))
     call = draw_given_call(plain.cfg, 40, 0)
@@ -355,7 +355,7 @@ def test_codes_may_have_any_scales() -> None:
     """A group's largest code need not be 448, and scales may be powers of two."""
     call = draw_given_call(WEIGHTS.cfg, 30, 2)
     exponents = torch.randint(118, 128, (30, 2), dtype=torch.uint8)
-    scale = formats.exponent_value(exponents)
+    scale = element_formats.exponent_value(exponents)
     x = (call.x.unflatten(1, (2, 128)) / scale.unsqueeze(2)).clamp(-448, 448).flatten(1)
     coded = dataclasses.replace(call, x=x.to(torch.float8_e4m3fn), x_scale=scale)
 

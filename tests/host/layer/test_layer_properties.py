@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from moeos import MoEConfig, TwinOptions, World
 from moeos.config.activations import Activation
 from moeos.config.config import GroupScore, Scoring
-from moeos.config.formats import FORMATS
+from moeos.config.element_formats import FORMATS
 from moeos.world import virtual
 from tests.fuzz.outcomes import MULTIPLE
 from tests.layers import (

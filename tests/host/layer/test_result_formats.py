@@ -15,7 +15,7 @@ from torch import Tensor
 
 import moeos
 from moeos import Experts, MoELayer, TwinOptions, World
-from moeos.config import formats, reference
+from moeos.config import element_formats, reference
 from moeos.engines.twin import engine as twin
 from moeos.world import virtual
 from tests.layers import (
@@ -177,7 +177,9 @@ def test_odd_results_are_right_and_disturb_no_other_group() -> None:
     assert y.isnan().sum() == 5
     sizes = [(3e38 if n == 300 else 0.0) for n in range(256, 384)]
     assert torch.allclose(y[:, 256:], torch.tensor(sizes).expand(5, -1))
-    rounded = formats.dequantize_rows(*formats.quantize_rows(b2, 128), dtype=torch.float32)
+    rounded = element_formats.dequantize_rows(
+        *element_formats.quantize_rows(b2, 128), dtype=torch.float32
+    )
     assert torch.equal(y.nan_to_num(1.0), rounded.nan_to_num(1.0).expand(5, -1))
     b2[300] = math.inf
     [[y]] = outputs_of(biased(cfg, b2), [[call]])

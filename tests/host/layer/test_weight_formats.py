@@ -27,7 +27,7 @@ from moeos import Experts, MoEConfig, MoELayer, World
 from moeos.call import call_checks
 from moeos.cli import estimate
 from moeos.cli.check import share_weights
-from moeos.config.formats import NAMES, quantize_matrix
+from moeos.config.element_formats import NAMES, quantize_matrix
 from moeos.engines.twin import engine as twin
 from moeos.world import virtual
 from tests.layers import (

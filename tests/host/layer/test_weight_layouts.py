@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from moeos import Experts, MoEConfig, TwinOptions, World
 from moeos.config.config import GateUp
-from moeos.config.formats import dequantize, quantize_matrix
+from moeos.config.element_formats import dequantize, quantize_matrix
 from moeos.engines.base import CallTensors, GradientTensors
 from moeos.engines.twin.engine import TwinEngine
 from moeos.partition.slicing import slicing_of

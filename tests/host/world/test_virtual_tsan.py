@@ -21,7 +21,7 @@ from tests.processes import BIN, ROOT
 
 TESTS = [
     "tests/host/layer/test_layer.py::test_ways_to_run_it",
-    "tests/host/call/test_gradients.py::test_backward_of_several_calls_in_any_order[(2, 1, 0)]",
+    "tests/host/call/test_autograd.py::test_backward_of_several_calls_in_any_order[(2, 1, 0)]",
     "tests/host/layer/test_layer_inputs.py::test_a_mismatch_leaves_the_world_usable",
     "tests/host/layer/test_layer_failure.py::test_many_calls_after_a_timeout_and_a_reset_are_right[split-os]",
     "tests/host/layer/test_layer_failure.py::test_leaving_a_world_by_an_exception_ends_the_peers_calls_"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from moeos.config.formats import BLOCK, INT4_GROUP, MX_GROUP, NV_GROUP, WeightFormat
+from moeos.config.element_formats import BLOCK, INT4_GROUP, MX_GROUP, NV_GROUP, WeightFormat
 from moeos.config.hf import modules
 from moeos.config.hf.fields import Values, shown
 from moeos.config.hf.modules import Matrix, Modules

@@ -21,7 +21,7 @@ from moeos import _runtime
 from moeos.compile import kernel_shape
 from moeos.compile.kernel_shape import ORDERED_ROWS
 from moeos.config.config import MoEConfig
-from moeos.config.formats import FORMATS
+from moeos.config.element_formats import FORMATS
 from moeos.engines.base import CallTensors, require_memory
 from moeos.engines.cuda import driver as cuda_driver
 from moeos.engines.shared_heap import HeapPlace

@@ -25,10 +25,10 @@ from moeos.config.sizes import routed_alone
 from moeos.engines import calls, saved_tensors
 from moeos.engines.base import CallTensors, GradientTensors, Recording, require_memory
 from moeos.engines.counters import CallStats
+from moeos.engines.cuda import backward_kernels as cuda_gradients
 from moeos.engines.cuda import chain as cuda_chain
 from moeos.engines.cuda import clock as cuda_clock
 from moeos.engines.cuda import driver as cuda_driver
-from moeos.engines.cuda import gradients as cuda_gradients
 from moeos.engines.cuda import records as cuda_records
 from moeos.engines.cuda import wait as cuda_wait
 from moeos.engines.cuda.arguments import (
@@ -37,13 +37,13 @@ from moeos.engines.cuda.arguments import (
     WEIGHT_TYPES,
     ArgumentPacker,
 )
-from moeos.engines.cuda.gradient_arguments import (
+from moeos.engines.cuda.backward_arguments import (
     GRADIENT_RECORD_BYTES,
     SAVING_RECORD_BYTES,
     GradientPacker,
     SavingPacker,
 )
-from moeos.engines.cuda.gradients import CudaGradients, CudaSaving
+from moeos.engines.cuda.backward_kernels import CudaGradients, CudaSaving
 from moeos.engines.cuda.kernel import Launch, LoadedKernel
 from moeos.engines.cuda.peers import Peers
 from moeos.engines.cuda.workspace import CudaWorkspace

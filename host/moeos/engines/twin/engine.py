@@ -16,7 +16,7 @@ import torch
 
 from moeos import _runtime, _twin
 from moeos.config.config import MoEConfig
-from moeos.config.formats import exponent_value
+from moeos.config.element_formats import exponent_value
 from moeos.config.sizes import layer_sizes, of_gradients, parts, routed_alone, shared_cut
 from moeos.engines import calls, counters, saved_tensors, values
 from moeos.engines.base import CallTensors, GradientTensors, Recording, require_memory

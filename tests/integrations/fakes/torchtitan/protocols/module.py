@@ -7,7 +7,6 @@ import dataclasses
 from typing import Any
 
 from torch import nn
-
 from torchtitan.config.configurable import Configurable
 
 

@@ -2,7 +2,7 @@
 // The emulator's codes, in place of kernels/sm90/ptx/decode.cuh.
 #pragma once
 
-#include "kernels/formats.hpp"
+#include "kernels/element_formats.hpp"
 #include "kernels/sm90/ptx/element.cuh"
 #include "runtime/words/base.hpp"
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-
 from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 from torchtitan.protocols.module import Module
 

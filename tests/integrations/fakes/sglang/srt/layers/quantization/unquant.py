@@ -6,12 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
-
 from sglang.srt.layers.moe.moe_runner import MoeRunner
 from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
 from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
 from sglang.srt.layers.moe.utils import MoeRunnerBackend
+from torch import nn
 
 
 class UnquantizedFusedMoEMethod:

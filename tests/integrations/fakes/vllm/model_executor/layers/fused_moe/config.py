@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 

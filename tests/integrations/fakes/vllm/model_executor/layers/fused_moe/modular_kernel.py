@@ -13,7 +13,6 @@ from math import prod
 from typing import Any
 
 import torch
-
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import (
     FusedMoEConfig,

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import torch
-
 from vllm.model_executor.layers.fused_moe import modular_kernel as mk
 
 

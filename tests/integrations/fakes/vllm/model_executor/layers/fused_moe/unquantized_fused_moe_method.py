@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
 from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
 from sglang.srt.layers.moe.token_dispatcher import StandardDispatcher
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-
 from sglang.srt.layers.moe.moe_runner.base import MoeQuantInfo
 
 

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moeos import MoELayer, World
-from moeos.call import call_checks, gradient_operators
+from moeos.call import backward_operators, call_checks
 from moeos.config import reference
 from moeos.engines.base import CallTensors, GradientTensors, Recording
 from moeos.engines.twin.engine import TwinEngine
@@ -348,8 +348,8 @@ def test_a_mode_of_dispatch_sees_operators() -> None:
             layer(x).sum().backward()
         assert_alike(taken(x, layer), expected)
         assert [one for one in seen if one.namespace == "moeos"] == [
-            gradient_operators.record,
-            gradient_operators.backward,
+            backward_operators.record,
+            backward_operators.backward,
         ]
 
     virtual.run(rank_main, ranks=1)
@@ -375,7 +375,7 @@ def test_a_backward_on_a_gpu_need_not_wait_for_a_number_of_tokens() -> None:
         w1 = torch.empty(CFG.experts, CFG.w1_rows, CFG.hidden, device=device)
         w2 = torch.empty(CFG.experts, CFG.hidden, CFG.intermediate, device=device)
         own = (w1, None, w2, *(None,) * (len(call_checks.OWN) - 3))
-        y, ids, weights, tokens, saved = gradient_operators.record(
+        y, ids, weights, tokens, saved = backward_operators.record(
             *(order, key, x, None, None, None, *own),
             slots=CFG.slots,
             pairs=CFG.top_k,
@@ -405,12 +405,12 @@ def test_the_operators_are_as_their_schemas_and_fakes_say(save: Any) -> None:
         pairs = {"pairs": CFG.top_k}
         how = {"slots": CFG.slots, "main": [], "saved_rows": rows, "saved_columns": CFG.w1_rows}
         how |= pairs
-        torch.library.opcheck(gradient_operators.record, asked, how, test_utils=checks)
-        y, *kept = gradient_operators.record(*asked, **how)
+        torch.library.opcheck(backward_operators.record, asked, how, test_utils=checks)
+        y, *kept = backward_operators.record(*asked, **how)
         given_back = (key, given.x, torch.ones_like(y), *kept, own, None)
         of_gate = [False] * 4  # the caller weighs
         wanted = [True] * 6 + [False] + of_gate + [True] * 2 + [False]  # w3 is not there
         rest = {"wanted": wanted, "dtype_of_weights": torch.float32} | pairs
-        torch.library.opcheck(gradient_operators.backward, given_back, rest, test_utils=checks)
+        torch.library.opcheck(backward_operators.backward, given_back, rest, test_utils=checks)
 
     virtual.run(rank_main, ranks=1)

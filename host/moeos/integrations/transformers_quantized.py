@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moeos.call import call_checks
 from moeos.config.config import MoEConfig
-from moeos.config.formats import BLOCK, FORMATS, Format, WeightFormat
+from moeos.config.element_formats import BLOCK, FORMATS, Format, WeightFormat
 from moeos.integrations import shared, transformers_weights
 from moeos.integrations.transformers_weights import Weights
 

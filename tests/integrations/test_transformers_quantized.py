@@ -26,8 +26,8 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 
 import moeos.integrations.transformers as adapter
 from moeos.config import reference
-from moeos.config.formats import quantize_matrix
-from moeos.integrations import transformers_formats, transformers_weights
+from moeos.config.element_formats import quantize_matrix
+from moeos.integrations import transformers_quantized, transformers_weights
 from tests.host.world.test_groups import in_processes
 from tests.integrations.test_transformers import PARALLEL, answer, experts_modules, prompt, tiny
 
@@ -180,7 +180,7 @@ def test_codes_and_scales_are_read_where_they_lie(weight_format: str, scale_fmt:
     tokens = tokens_for(rows=3)
     called(module, *tokens)
     own = transformers_weights.weights_of(module)
-    used = transformers_formats.coded(own, module._moeos_ready.experts.cfg.weight_format)
+    used = transformers_quantized.coded(own, module._moeos_ready.experts.cfg.weight_format)
     assert used.w1_scale is not None
     names = ("gate_up_proj", "down_proj")
     assert [used.w1.data_ptr(), used.w2.data_ptr(), used.w1_scale.data_ptr()] == [

@@ -4,8 +4,8 @@ the one in which it sends tokens, multiplies them and returns results.
 
 A number is its code times its scale, or scales. One table says what the tensors of weights are
 like; the two functions behind it turn numbers into them and back. Two more do so for rows of
-tokens. kernels/formats.hpp has the same for the kernels. This file knows matrices and rows, and
-nothing of layers, ranks or checkpoints.
+tokens. kernels/element_formats.hpp has the same for the kernels. This file knows matrices and rows,
+and nothing of layers, ranks or checkpoints.
 """
 
 from __future__ import annotations

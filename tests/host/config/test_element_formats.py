@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeos.config import formats
-from tests.host.checkpoints.test_checkpoint_formats import nibbles, small_float
+from moeos.config import element_formats
+from tests.host.checkpoints.test_stored_matrices import nibbles, small_float
 
 ROWS, COLUMNS = 144, 160  # neither is a multiple of 128
 BYTES = torch.arange(256).to(torch.uint8)
@@ -77,12 +77,12 @@ def largest_of_each(name: str, weight: Tensor) -> Tensor:
     return largest
 
 
-@pytest.mark.parametrize("name", formats.NAMES)
+@pytest.mark.parametrize("name", element_formats.NAMES)
 def test_each_weight_becomes_the_nearest_code_under_the_scale_of_its_block(name: str) -> None:
     weight = drawn(ROWS, COLUMNS)
     weight[3] = 0  # amax of zero rows
     weight[5, 7] = 1e4  # a row with one huge value
-    codes, scale, scale_2 = formats.quantize_matrix(weight, name, 1)
+    codes, scale, scale_2 = element_formats.quantize_matrix(weight, name, 1)
     assert (tuple(scale.shape), scale.dtype) == SCALES[name]
     assert (scale_2 is not None) == (name == "nvfp4")
     _, numbers = codes_of(name, codes)
@@ -110,8 +110,8 @@ def test_each_weight_becomes_the_nearest_code_under_the_scale_of_its_block(name:
     chosen = (numbers - wanted).abs()
     best = (signed - wanted.flatten()[:, None]).abs().amin(-1).view_as(chosen)
     assert torch.all(chosen <= best + 1e-6 * wanted.abs())
-    assert torch.equal(formats.dequantize(codes, scale, scale_2, name, 1), numbers * scales)
-    assert not formats.dequantize(codes, scale, scale_2, name, 1)[3].any()
+    assert torch.equal(element_formats.dequantize(codes, scale, scale_2, name, 1), numbers * scales)
+    assert not element_formats.dequantize(codes, scale, scale_2, name, 1)[3].any()
 
 
 def test_between_two_codes_the_even_one_is_taken() -> None:
@@ -120,64 +120,64 @@ def test_between_two_codes_the_even_one_is_taken() -> None:
     for halfway, rounded in ((ties, even), (-ties, -even)):
         weight = torch.zeros(1, 32)
         weight[0, :8] = halfway
-        codes, scale, _ = formats.quantize_matrix(weight, "mxfp4", 1)
+        codes, scale, _ = element_formats.quantize_matrix(weight, "mxfp4", 1)
         assert int(scale) == 127
         assert torch.equal(codes_of("mxfp4", codes)[1][0, :8], rounded.double())
     halves = torch.zeros(1, 32)
     halves[0, :5] = torch.tensor([7.0, 0.5, 1.5, -0.5, -2.5])
-    codes, _, _ = formats.quantize_matrix(halves, "int4_group32", 1)
+    codes, _, _ = element_formats.quantize_matrix(halves, "int4_group32", 1)
     assert codes_of("int4_group32", codes)[1][0, :5].tolist() == [7, 0, 2, 0, -2]
 
 
-@pytest.mark.parametrize("name", formats.NAMES)
+@pytest.mark.parametrize("name", element_formats.NAMES)
 def test_gate_and_up_are_matrices_of_their_own(name: str) -> None:
     gate, up = drawn(3, ROWS, COLUMNS), 50 * drawn(3, ROWS, COLUMNS, seed=1)
-    both = formats.quantize_matrix(torch.cat((gate, up), 1), name, 2)
-    alone = [formats.quantize_matrix(matrix, name, 1) for matrix in (gate, up)]
+    both = element_formats.quantize_matrix(torch.cat((gate, up), 1), name, 2)
+    alone = [element_formats.quantize_matrix(matrix, name, 1) for matrix in (gate, up)]
     for part, first, second in zip(both, *alone, strict=True):
         assert (part is None) == (first is None)
         if part is not None and first is not None and second is not None:
             expected = torch.cat((first.view(torch.uint8), second.view(torch.uint8)), 1)
             assert torch.equal(part.view(torch.uint8), expected)
-    numbers = formats.dequantize(*both, name, 2)
-    assert torch.equal(numbers[:, ROWS:], formats.dequantize(*alone[1], name, 1))
-    single = formats.dequantize(*both, name, 2, torch.float32)
+    numbers = element_formats.dequantize(*both, name, 2)
+    assert torch.equal(numbers[:, ROWS:], element_formats.dequantize(*alone[1], name, 1))
+    single = element_formats.dequantize(*both, name, 2, torch.float32)
     assert torch.allclose(single.double(), numbers, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("name", formats.NAMES)
+@pytest.mark.parametrize("name", element_formats.NAMES)
 @pytest.mark.parametrize("value", [0.0, 1e-45, 3e-39, 1e38, math.inf, math.nan])
 def test_odd_numbers_spread_no_further_than_their_scale(name: str, value: float) -> None:
     weight = drawn(32, 64)
     weight[0] = value
-    codes, scale, scale_2 = formats.quantize_matrix(weight, name, 1)
-    numbers = formats.dequantize(codes, scale, scale_2, name, 1)
+    codes, scale, scale_2 = element_formats.quantize_matrix(weight, name, 1)
+    numbers = element_formats.dequantize(codes, scale, scale_2, name, 1)
     apart = {"fp8_channel", "mxfp4", "int4_group32"}
     if value == 0:
         assert not numbers[0].any()
     if name in apart:
-        plain, *scales = formats.quantize_matrix(drawn(32, 64), name, 1)
-        assert torch.equal(numbers[1:], formats.dequantize(plain, *scales, name, 1)[1:])
+        plain, *scales = element_formats.quantize_matrix(drawn(32, 64), name, 1)
+        assert torch.equal(numbers[1:], element_formats.dequantize(plain, *scales, name, 1)[1:])
     if math.isnan(value):
         assert numbers[0].isnan().all()
 
 
 def test_a_byte_of_ones_is_no_exponent() -> None:
-    found = formats.exponent_value(BYTES)
+    found = element_formats.exponent_value(BYTES)
     assert torch.equal(found[:255].double(), 2.0 ** (torch.arange(255).double() - 127))
     assert found[255].isnan()
 
 
-@pytest.mark.parametrize("name", formats.NAMES)
+@pytest.mark.parametrize("name", element_formats.NAMES)
 def test_codes_do_not_depend_on_the_default_dtype(name: str) -> None:
     numbers = torch.randn(3, 64, 96, generator=torch.Generator().manual_seed(7))
-    wanted = formats.quantize_matrix(numbers, name, 2)
-    meant = formats.dequantize(*wanted, name, 2)
+    wanted = element_formats.quantize_matrix(numbers, name, 2)
+    meant = element_formats.dequantize(*wanted, name, 2)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        found = formats.quantize_matrix(numbers, name, 2)
-        assert torch.equal(formats.dequantize(*found, name, 2), meant)
+        found = element_formats.quantize_matrix(numbers, name, 2)
+        assert torch.equal(element_formats.dequantize(*found, name, 2), meant)
     finally:
         torch.set_default_dtype(before)
     for one, other in zip(found, wanted, strict=True):
@@ -216,16 +216,16 @@ def test_each_value_of_a_row_becomes_the_nearest_code_under_its_groups_scale(
     values[0, 5, ::2] = values[0, 5, 1::2] = 3.5  # others are multiples of ties
     values[0, 6] = torch.arange(256) / 16 - 8
     values = values.to(dtype)
-    codes, scale = formats.quantize_rows(values, group)
+    codes, scale = element_formats.quantize_rows(values, group)
     bits, scales = rows_by_definition(values, group)
     assert codes.dtype == torch.float8_e4m3fn
     assert scale.shape == (3, 20, 256 // group)
     assert torch.equal(scale, scales)
     assert torch.equal(codes.view(torch.uint8), bits)
-    numbers = formats.dequantize_rows(codes, scale)
+    numbers = element_formats.dequantize_rows(codes, scale)
     each = scale.double().repeat_interleave(group, -1)
     assert torch.equal(numbers, E4M3[bits.long()] * each)
-    single = formats.dequantize_rows(codes, scale, torch.float32)
+    single = element_formats.dequantize_rows(codes, scale, torch.float32)
     assert torch.allclose(single.double(), numbers, rtol=1e-6, atol=0)
     assert not numbers[0, 0].any()
     largest = values.double().abs().unflatten(-1, (-1, group)).amax(-1)
@@ -239,7 +239,7 @@ def test_a_scale_is_divided_by_and_not_multiplied_with_an_inverse_that_is_rounde
     largest = torch.linspace(1, 2, 10_000)
     values = largest[:, None].repeat(1, 64)
     values[:, 1:] *= torch.rand(10_000, 63, generator=torch.Generator().manual_seed(1))
-    codes, _ = formats.quantize_rows(values, 64)
+    codes, _ = element_formats.quantize_rows(values, 64)
     inverse = torch.from_numpy(numpy.float32(448) / largest.numpy())
     assert not torch.equal(inverse, largest.reciprocal() * 448)
     wanted = (values * inverse[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
@@ -251,9 +251,9 @@ def test_a_nan_of_a_row_stays_alone() -> None:
     wanted = values.clone()
     values[1, 130] = math.nan
     wanted[1, 130] = 0.0
-    numbers = formats.dequantize_rows(*formats.quantize_rows(values, 128))
+    numbers = element_formats.dequantize_rows(*element_formats.quantize_rows(values, 128))
     assert numbers[1, 130].isnan()
-    others = formats.dequantize_rows(*formats.quantize_rows(wanted, 128))
+    others = element_formats.dequantize_rows(*element_formats.quantize_rows(wanted, 128))
     assert torch.equal(numbers.nan_to_num(0.0), others)
 
 
@@ -261,20 +261,20 @@ def test_a_nan_of_a_row_stays_alone() -> None:
 def test_an_infinity_makes_its_group_of_a_row_nan(value: float) -> None:
     values = drawn(4, 256)
     values[1, 130] = value
-    numbers = formats.dequantize_rows(*formats.quantize_rows(values, 128))
+    numbers = element_formats.dequantize_rows(*element_formats.quantize_rows(values, 128))
     assert numbers[1, 128:].isnan().all()
-    others = formats.dequantize_rows(*formats.quantize_rows(drawn(4, 256), 128))
+    others = element_formats.dequantize_rows(*element_formats.quantize_rows(drawn(4, 256), 128))
     assert torch.equal(numbers[1, :128], others[1, :128])
     assert torch.equal(numbers[[0, 2, 3]], others[[0, 2, 3]])
 
 
 def test_codes_of_rows_do_not_depend_on_the_default_dtype() -> None:
     values = drawn(5, 256)
-    wanted = formats.quantize_rows(values, 64)
+    wanted = element_formats.quantize_rows(values, 64)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        found = formats.quantize_rows(values, 64)
+        found = element_formats.quantize_rows(values, 64)
     finally:
         torch.set_default_dtype(before)
     for one, other in zip(found, wanted, strict=True):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from moeos.config.formats import BLOCK, WeightFormat
+from moeos.config.element_formats import BLOCK, WeightFormat
 from moeos.integrations import shared
 from moeos.integrations.vllm_experts import WHERE, MoeosMethod, OnMoeos
 

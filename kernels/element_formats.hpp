@@ -28,7 +28,8 @@
 
 namespace moeos {
 
-/// The enumerators are the values that the host passes; host/moeos/config/formats.py has the names.
+/// The enumerators are the values that the host passes; host/moeos/config/element_formats.py has
+/// the names.
 enum class WeightFormat : u32 {
   plain = 0,
   fp8_block128 = 1,

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from moeos.call import call_checks
-from moeos.checkpoints import formats, load_block
+from moeos.checkpoints import load_block, stored_matrices
 from moeos.checkpoints.state_names import state_name
 from moeos.config.config import MoEConfig
-from moeos.config.formats import dequantize
+from moeos.config.element_formats import dequantize
 from moeos.config.hf.families import FAMILIES
 
 # No size is a multiple of 128, so that the last blocks are parts; all are of 32.
@@ -274,7 +274,7 @@ def stacked(
     ):
         every = [how(generator, shape) for _ in range(EXPERTS)]
         for end in every[0][0]:
-            name = formats.part_name(f"{PREFIX}experts.{matrix}", end)
+            name = stored_matrices.part_name(f"{PREFIX}experts.{matrix}", end)
             names[name] = torch.stack([parts[end] for parts, _ in every])
         made[matrix] = torch.stack([numbers for _, numbers in every])
     return names, made["gate_up_proj"], made["down_proj"]
@@ -401,7 +401,7 @@ def test_parts_of_no_format_are_named_with_the_formats_that_can_be_read() -> Non
 
 def test_every_format_is_that_of_some_layout() -> None:
     used = {name for family in FAMILIES.values() for row in family.layouts for name in row.formats}
-    assert used == set(formats.BY_NAME)
+    assert used == set(stored_matrices.BY_NAME)
 
 
 # --- as they are shipped ------------------------------------------------------------------------
@@ -858,7 +858,7 @@ def test_fp8_is_what_transformers_dequantises() -> None:
     shape = (256, 384)  # its function needs whole blocks
     parts, _ = fp8_blocks(generator, shape)
     theirs = fp8.Fp8Dequantize(None)._dequantize_one(parts["weight"], parts["weight_scale_inv"])
-    assert torch.equal(formats.BY_NAME["fp8_blocks"].dequantise(parts, shape), theirs)
+    assert torch.equal(stored_matrices.BY_NAME["fp8_blocks"].dequantise(parts, shape), theirs)
 
 
 def test_mxfp4_is_what_transformers_dequantises() -> None:
@@ -868,7 +868,7 @@ def test_mxfp4_is_what_transformers_dequantises() -> None:
     scales, _ = exponents(generator, 1, 64, 3)
     theirs = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
     parts = {"blocks": blocks[0], "scales": scales[0]}
-    assert torch.equal(formats.BY_NAME["mxfp4"].dequantise(parts, (64, 96)), theirs[0].mT)
+    assert torch.equal(stored_matrices.BY_NAME["mxfp4"].dequantise(parts, (64, 96)), theirs[0].mT)
 
 
 def test_int4_is_what_compressed_tensors_unpacks() -> None:
@@ -877,7 +877,9 @@ def test_int4_is_what_compressed_tensors_unpacks() -> None:
     parts, _ = int4(generator, (64, 96))
     theirs = packed.unpack_from_int32(parts["weight_packed"], 4, torch.Size((64, 96))).float()
     scales = parts["weight_scale"].float().repeat_interleave(32, dim=1)
-    assert torch.equal(formats.BY_NAME["integers"].dequantise(parts, (64, 96)), theirs * scales)
+    assert torch.equal(
+        stored_matrices.BY_NAME["integers"].dequantise(parts, (64, 96)), theirs * scales
+    )
 
 
 def test_nvfp4_is_what_compressed_tensors_unpacks() -> None:
@@ -886,5 +888,5 @@ def test_nvfp4_is_what_compressed_tensors_unpacks() -> None:
     parts, _ = nvfp4_packed(generator, (64, 96))
     theirs = helpers.unpack_fp4_from_uint8(parts["weight_packed"], 64, 96).float()
     scales = parts["weight_scale"].float() / parts["weight_global_scale"].float()
-    ours = formats.BY_NAME["nvfp4_packed"].dequantise(parts, (64, 96))
+    ours = stored_matrices.BY_NAME["nvfp4_packed"].dequantise(parts, (64, 96))
     torch.testing.assert_close(ours, theirs * scales.repeat_interleave(16, dim=1))

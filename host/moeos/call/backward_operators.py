@@ -5,7 +5,7 @@
 often as the model does, and in its order. `record` seems to write `order`, as `moeos::forward`
 does. `backward` cannot: calls of other graphs have written it since it was saved. It has an effect,
 so it is never dropped, and reads what the one before it in its graph has returned, so the two never
-change places. What they compute is that of `moeos.call.gradients`. This file knows schemas, and
+change places. What they compute is that of `moeos.call.autograd`. This file knows schemas, and
 nothing of modules.
 """
 
@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops import effects
 
-from moeos.call import call_checks, custom_op, flops, gradients
-from moeos.call.gradients import How, Kept
+from moeos.call import autograd, call_checks, custom_op, flops
+from moeos.call.autograd import How, Kept
 from moeos.system.dynamo import hidden
 
-_NAMES = gradients.DERIVED
+_NAMES = autograd.DERIVED
 """What `moeos::backward` returns gradients of."""
 custom_op.library.define(
     f"record({custom_op.TENSORS}, {custom_op.HOW}, int slots, Tensor?[] main, "
@@ -107,13 +107,13 @@ class _Differentiable(torch.autograd.Function):
         for main_grad in asked.main:
             _leave_unchecked(main_grad)
         ctx.dtype_of_weights = None if weights is None else weights.dtype
-        gradients.keep(ctx, key, x, *kept, *own)
+        autograd.keep(ctx, key, x, *kept, *own)
         return out, *kept
 
     @staticmethod
     def backward(ctx: Any, *d_outs: Tensor) -> tuple[Tensor | None, ...]:
-        gradients.check_first_derivative()
-        key, x, ids, used, tokens, saved, *own = gradients.kept_by(ctx)
+        autograd.check_first_derivative()
+        key, x, ids, used, tokens, saved, *own = autograd.kept_by(ctx)
         wanted = [ctx.needs_input_grad[place] for place in _PLACES]
         if ctx.dtype_of_weights is not None:  # then the gate has no part in it
             for number, name in enumerate(_NAMES):
@@ -124,7 +124,7 @@ class _Differentiable(torch.autograd.Function):
             *(
                 key,
                 x,
-                gradients.received(d_outs[0]),
+                autograd.received(d_outs[0]),
                 ids,
                 used,
                 tokens,
@@ -182,7 +182,7 @@ def _differentiate(order: Tensor, key: Tensor, x: Tensor, *others: Any, **how: A
 def _run(order: Tensor, key: Tensor, x: Tensor, *others: Any, **how: Any) -> tuple[Tensor, ...]:
     asked = _Asked(**how)
     ids, weights, tokens, *own = others
-    out, recording = gradients.record(
+    out, recording = autograd.record(
         _how(key, asked.pieces, ids, tokens, any_ids=asked.any_ids), x, weights, own
     )
     # What an operator returns is none of its inputs.
@@ -217,11 +217,11 @@ def _run_backward(
     rest = (False,) * (len(own) + 2 - len(wanted))
     with _autograd():
         in_fp32 = {name for name, one in zip(_NAMES, unrounded, strict=False) if one}
-        found = gradients.derive(
+        found = autograd.derive(
             _how(key, pieces), kept, own, (False, *wanted, *rest), unrounded=in_fp32
         )
     return (
-        *(found[place] if one else x.new_empty(0) for place, one in enumerate(wanted, gradients.X)),
+        *(found[place] if one else x.new_empty(0) for place, one in enumerate(wanted, autograd.X)),
         x.new_empty(0),
     )
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moeos.config.formats import (
+from moeos.config.element_formats import (
     BLOCK,
     INT4_GROUP,
     MX_GROUP,
@@ -92,7 +92,7 @@ class Format:
 
 
 class Held(NamedTuple):
-    """A matrix as a layer holds it, see `moeos.config.formats`, or several, one below the other."""
+    """A matrix as a layer holds it (see `element_formats`), or several, one below another."""
 
     codes: Tensor
     scale: Tensor

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a launch of a call of gradients is told besides:
-// host/moeos/engines/cuda/gradient_arguments.py packs it behind a rank's SavingArguments, whose
+// host/moeos/engines/cuda/backward_arguments.py packs it behind a rank's SavingArguments, whose
 // `out` has room for the rows that are sent.
 //
 // May not know: who uses it.

@@ -12,13 +12,18 @@ from moeos.compile.kernel_shape import KernelShape
 from moeos.engines.base import GradientTensors
 from moeos.engines.cuda import driver as cuda_driver
 from moeos.engines.cuda.arguments import RECORD_BYTES, ArgumentPacker
-from moeos.engines.cuda.gradient_arguments import (
+from moeos.engines.cuda.backward_arguments import (
     _MAPS,
     SAVING_RECORD_BYTES,
     GradientPacker,
     SavingPacker,
 )
-from moeos.engines.cuda.gradients import add_weights, routing_in, sizes_agree, with_own_weights
+from moeos.engines.cuda.backward_kernels import (
+    add_weights,
+    routing_in,
+    sizes_agree,
+    with_own_weights,
+)
 from moeos.engines.pieces import gradient_pieces_of
 from moeos.engines.saved_tensors import Share
 from moeos.partition.slicing import Slicing

@@ -16,7 +16,7 @@ from torch import Tensor
 from moeos import _runtime
 from moeos.compile.kernel_shape import KernelShape
 from moeos.engines.base import GradientTensors
-from moeos.engines.cuda.gradient_arguments import GradientPacker, SavingPacker
+from moeos.engines.cuda.backward_arguments import GradientPacker, SavingPacker
 from moeos.engines.cuda.kernel import Launch, LoadedKernel
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bytes that launches for calls of gradients are given, for one rank: of a forward call that
 saves `SavingArguments` of kernels/sm90/block/arguments.cuh, and of a call of gradients
-`GradientArguments` of kernels/sm90/block/gradient_arguments.cuh.
+`GradientArguments` of kernels/sm90/block/backward_arguments.cuh.
 
 The only file that knows the order of what stands behind `RankArguments`. It launches nothing.
 """
@@ -244,7 +244,7 @@ class GradientPacker:
 
     @property
     def _has_up_gradients(self) -> bool:
-        """kUpGradientMaps of kernels/sm90/block/gradient_arguments.cuh."""
+        """kUpGradientMaps of kernels/sm90/block/backward_arguments.cuh."""
         cfg = self._cfg
         side_by_side = cfg.transposed and cfg.gated and cfg.gate_up == "concatenated"
         return has_up_maps(cfg) or side_by_side
