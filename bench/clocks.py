@@ -53,7 +53,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """Of layers that compute on the host."""
+    """The clock of layers that compute on the host."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
@@ -81,7 +81,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """Of layers that compute on this rank's GPU."""
+    """The clock of layers that compute on this rank's GPU."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._meeting = Meeting(group)

@@ -111,7 +111,7 @@ class Study:
     Args:
         world: of all ranks.
         out: the document's file, if it has one; continued if it exists.
-        name: of the results, without the number of ranks.
+        name: of the results, by which the report knows them.
         module: that is run, for the command that the document names.
         rounds: of contestants in turn.
         prepare: raises what the study refuses; else what its document says, alike in every run,

@@ -140,7 +140,7 @@ class Shapes:
         return {layer: tuple(calls) for layer, calls in found.items() if calls}
 
     def only(self, shapes: Collection[str], tokens: Collection[int]) -> Shapes:
-        """The same with the named shapes and token counts alone; an empty collection names all.
+        """The suite with the named shapes and token counts alone; an empty collection names all.
 
         A shape keeps its max_tokens, so it is the same layer.
 
@@ -169,7 +169,7 @@ class Layer:
     tokens: tuple[int, ...]
 
     def of(self, dtype: torch.dtype) -> Layer:
-        """The same, which computes in another dtype."""
+        """The layer, computing in another dtype."""
         return dataclasses.replace(self, cfg=dataclasses.replace(self.cfg, dtype=dtype))
 
 
@@ -198,7 +198,7 @@ class Training:
     lists: tuple[Lists, ...]
 
     def only(self, names: Collection[str]) -> Training:
-        """The same with what has one of these names alone; without names, all of it.
+        """The suite with what has one of these names alone; without names, all of it.
 
         Raises `ValueError` for a name that is not there.
         """

@@ -36,8 +36,8 @@ FEW_TOKENS = 512
 """Up to this many tokens nothing is compiled."""
 
 LARGEST_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1.2e-2, torch.float16: 3e-3}
-"""Of the difference between the two layers' results; two of bfloat16 are each within 8e-3 of the
-exact one."""
+"""The largest difference between the two layers' results, by dtype; two of bfloat16 are each within
+8e-3 of the exact one."""
 NEAR_TIE = 4e-6
 """Tokens whose experts are no more certain than this may be routed otherwise in fp32."""
 
@@ -158,7 +158,7 @@ class AllToAllLayer:
                 (2, self._ranks, local), dtype=torch.int64, pin_memory=gate.is_cuda
             )
         self.last: Received | None = None
-        """Of the last call."""
+        """What was computed in the last call."""
 
     # The compiler takes seconds to be imported, and few tokens do without it.
     @functools.cached_property

@@ -140,8 +140,8 @@ def formula_bytes(tokens: int, experts: int) -> int:
 
 
 def own_bytes(tokens: int, experts: int, capacity_factor: float) -> dict[str, int]:
-    """Of a layer of ours with the thesis' sizes: "capacity" in rows, and in bytes "heap", "memory"
-    (queues, counters and maps) and "intermediate" (between the GEMMs).
+    """What a layer of ours with the thesis' sizes has: "capacity" in rows, and in bytes "heap",
+    "memory" (queues, counters and maps) and "intermediate" (between the GEMMs).
     """
     cfg = moeos.MoEConfig(
         hidden=thesis.HIDDEN,

@@ -141,7 +141,7 @@ def _share_of_bar(ratio: float | None) -> str:
 
 
 def same_case(results: Mapping[str, Any], like: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The same case with another number of GPUs; None where it has not been measured."""
+    """The case with another number of GPUs; None where it has not been measured."""
     keys = ("shape", "tokens", "lone", "routing")
     for found in results["results"]:
         if all(found[key] == like[key] for key in keys):

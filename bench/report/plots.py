@@ -2,7 +2,7 @@
 """Plots of results, as SVG. Drawing needs matplotlib.
 
 A picture carries the digest of the numbers that it shows, so that it can be seen, without drawing
-it again, whether it is of the results as they are. The same numbers make the same file.
+it again, whether it is of the results as they are. Equal numbers make equal files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bench.report.straggler_tables import step_seconds
 from moeos.cli import drawing
 
 FOLDER = "plots"
-"""Of the pictures of a suite of shapes, beside the results."""
+"""The folder of a suite's pictures, beside the results."""
 
 LEAST_POINTS = 3
 """A shape with fewer token counts is not drawn."""
@@ -40,13 +40,13 @@ _COLUMNS = 3  # of the pictures of scenarios
 
 
 def digest(shown: Any) -> str:
-    """Of what a picture shows."""
+    """A digest of what a picture shows."""
     return hashlib.sha256(json.dumps(shown).encode()).hexdigest()
 
 
 @contextlib.contextmanager
 def _pictures(folder: Path, salt: str, **settings: Any) -> Iterator[None]:
-    """Settings by which the same numbers make the same file.
+    """Settings by which equal numbers make equal files.
 
     Raises `RuntimeError` if matplotlib is missing, and `OSError` if a file cannot be written.
     """
@@ -97,7 +97,7 @@ def shape_series(results: Mapping[str, Any], shape: str) -> dict[str, list[float
 
 
 def shape_digest(results: Mapping[str, Any], shape: str) -> str:
-    """Of what a shape's picture shows."""
+    """A digest of what a shape's picture shows."""
     return digest(dict(sorted(shape_series(results, shape).items())))
 
 
@@ -221,7 +221,7 @@ def straggler_file(results: Mapping[str, Any]) -> str:
 
 
 def straggler_digest(results: Mapping[str, Any]) -> str:
-    """Of what a straggler study's picture shows."""
+    """A digest of what a straggler study's picture shows."""
     return digest(
         [
             [scenario["name"], *(step_seconds(scenario, name) for name in _LEGENDS)]

@@ -186,7 +186,7 @@ def markdown(results: Mapping[str, Any]) -> str:
 
 
 def print_tables(results: Mapping[str, Any]) -> None:
-    """The same on stdout."""
+    """The tables and where they come from, on stdout."""
     section.print_tables(conditions(results), sections(results))
 
 

@@ -52,7 +52,7 @@ def sections(results: Mapping[str, Any]) -> list[Section]:
 
 
 def step_seconds(scenario: Mapping[str, Any], contestant: str) -> list[float]:
-    """Of each step, the time of the rank that ends last."""
+    """The time of the rank that ends last, of each step."""
     return [max(step) for step in scenario[contestant]["seconds"]]
 
 
@@ -62,7 +62,7 @@ def percentile(values: Sequence[float], percent: int) -> float:
 
 
 def idle_shares(results: Mapping[str, Any], contestant: str, scenario: int) -> list[float]:
-    """Of each rank, the mean share of a step in which it does nothing.
+    """The mean share of a step in which a rank does nothing, of each rank.
 
     A step is as long as its slowest rank takes. moeos's processors are busy inside tasks; the
     baseline counts as busy for as long as its undelayed step takes, its waits there included.

@@ -160,7 +160,7 @@ def _floor(results: Mapping[str, Any], case: Mapping[str, Any]) -> float | None:
 
 
 def _theirs(times: Iterable[float], counts: Iterable[int]) -> list[str]:
-    """Of these token counts what the paper has; `times`: of those of its own."""
+    """What the paper has of these token counts; `times`: of those of its own."""
     by_count = dict(zip(tensor_paper.TOKENS, times, strict=True))
     return [_ms(by_count[count]) if count in by_count else "" for count in counts]
 

@@ -119,7 +119,7 @@ def _memory(results: Mapping[str, Any], paper: str) -> Section:
 
 
 def least_bytes(case: Mapping[str, Any]) -> int:
-    """Of the tokens and the pre-activations of their pairs."""
+    """Bytes of the tokens and of the pre-activations of their pairs."""
     size = 4 if case["dtype"] == "float32" else 2
     halves = 2 if case["gated"] else 1
     of_token = case["hidden"] + case["top_k"] * halves * case["intermediate"]

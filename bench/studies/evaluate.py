@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The study behind `launch/evaluate`: the cases of the thesis' evaluation.
+"""The study of `launch/evaluate`: the cases of the thesis' evaluation.
 
 In each case moeos and a bulk-synchronous layer (`bench.gpu.all_to_all`: NCCL on GPUs, gloo on the
 twin) make the same calls in turn, with the same tokens and weights, once their outputs agree. Of

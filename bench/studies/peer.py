@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The study behind `launch/evaluate megamoe`: moeos beside DeepGEMM's MegaMoE in FP8.
+"""The study of `launch/evaluate megamoe`: moeos beside DeepGEMM's MegaMoE in FP8.
 
 The peer's kernel is measured by a program of its own. PEER is the JSON that this wrote: its ranks,
 and a row for each call. moeos makes the same calls here, on as many ranks, in BF16, with weights in
@@ -41,7 +41,7 @@ PLAIN = "moeos bf16"
 
 
 class Shape(NamedTuple):
-    """Of a layer with all experts on all ranks."""
+    """Sizes of a layer with all experts on all ranks."""
 
     hidden: int
     intermediate: int

@@ -27,7 +27,7 @@ training on 32 A100 of a supercomputer, and on 8 V100 of one virtual machine. On
 are the thesis'; that delays are lognormal, with `SIGMA`, is not."""
 
 SIGMA = 1.0
-"""Of the logarithm of a preset's delays."""
+"""The deviation of the logarithm of a preset's delays."""
 
 DEFAULTS = (
     "none",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The study behind `launch/straggler`: what a late or slow rank costs a layer.
+"""The study of `launch/straggler`: what a late or slow rank costs a layer.
 
 In each scenario moeos and a bulk-synchronous layer (`bench.gpu.all_to_all`: NCCL on GPUs, gloo on
 the twin) make the same steps in turn, under the same delays.
@@ -340,8 +340,8 @@ def _document(
 
 
 def _done_before(step: Sequence[_Step], late: int) -> float:
-    """Of the rows that do not come from the late rank, the share whose results had left the other
-    ranks when its row counts came; the lowest of these ranks.
+    """The share of other ranks' rows whose results had left these ranks when the late one's row
+    counts came; the lowest of the other ranks.
     """
     shares = []
     for rank, one in enumerate(step):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The study behind `launch/evaluate tensor`: tables of tensor parallelism on one node.
+"""The study of `launch/evaluate tensor`: tables of tensor parallelism on one node.
 
 Two parts. "alone": each rank computes a slice by itself, by EE of stock PyTorch and by moeos with
 each layout, as the paper's Tables 1 and 2a have it; stages of EE are calls of their own, and those
@@ -51,10 +51,10 @@ STAGES = {
     "down": PRODUCT1,
     "combine": COMBINE,
 }
-"""Of moeos, by the paper's names; the activation is part of the first product."""
+"""Stages of moeos, by the paper's names; the activation is part of the first product."""
 
 TRACE_EVENTS = 2048
-"""Of each actor."""
+"""Events that each actor notes."""
 
 _DEADLINE = 240.0  # seconds; the compiler's time counts
 
@@ -189,7 +189,7 @@ class Tensors(Study):
 
     def _stages(self, experts: moeos.Experts, inputs: Inputs) -> dict[str, float]:
         """Seconds that a rank's processors are at each stage, each on average: stages overlap, and
-        couriers permute beside products. Of the slowest rank, medians.
+        couriers permute beside products. Medians of the slowest rank.
         """
         found: dict[str, list[float]] = {name: [] for name in STAGES}
         call = moeos_call(experts, inputs)

@@ -186,7 +186,7 @@ def _distance(one: Tensor, other: Tensor) -> float:
 
 
 def _rows(tensor: Tensor) -> int:
-    """Of a part of a tensor: 64 million elements, or one row."""
+    """Rows of a part of a tensor: 64 million elements, or one row."""
     return max(1, (1 << 26) // max(1, tensor[0].numel()))
 
 
@@ -204,6 +204,6 @@ def describe(cfg: moeos.MoEConfig) -> dict[str, Any]:
 
 
 def forward_flops(cfg: moeos.MoEConfig, tokens: int) -> int:
-    """Of the experts' products of a forward call; its gradients have twice as many."""
+    """FLOPs of the experts' products of a forward call; its gradients have twice as many."""
     matrices = 3 if cfg.gated else 2
     return 2 * matrices * tokens * cfg.top_k * cfg.hidden * cfg.intermediate

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The study behind `launch/evaluate training`: the tables of papers on training, on one rank.
+"""The study of `launch/evaluate training`: the tables of papers on training, on one rank.
 
 Each layer of a suite runs forward and backward by moeos, once for each way to save activations, and
 by autograd of torch._grouped_mm, in turn. Then the index lists of its routings are built: by moeos'
@@ -34,7 +34,7 @@ AGREES = {torch.float32: 1e-4, torch.bfloat16: 0.03}
 """The largest relative distance between gradients of two trained."""
 
 TRACE_EVENTS = 256
-"""Of each actor: the first ones, which those of Route are."""
+"""Events that each actor notes: the first ones, which those of Route are."""
 
 _DEADLINE = 100.0  # seconds; what the compiler takes counts
 KINDS: tuple[Mapping[str, Any], ...] = (
@@ -43,7 +43,7 @@ KINDS: tuple[Mapping[str, Any], ...] = (
     {"gradients": True},
     {"gradients": True, "saves": True},
 )
-"""Of the kernels that a layer which trains has, by what it saves."""
+"""What tells the kernels of a layer that trains from each other, by what it saves."""
 
 _LEFT_OUT = (ValueError, RuntimeError, MemoryError)  # PyTorch's of too little memory is the second
 _NARROW = 128  # of a layer that routes, and does little else
@@ -166,7 +166,7 @@ class Trainings(Study):
         return found
 
     def _time(self, calls: Mapping[str, Forward], inputs: Inputs) -> dict[str, dict[str, Any]]:
-        """Of each contestant "forward" and "backward", in turn."""
+        """The times of "forward" and "backward" of each contestant, in turn."""
         work: dict[tuple[str, str], Callable[[], object]] = {}
         for name, forward in calls.items():
             work[name, "forward"] = forward

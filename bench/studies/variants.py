@@ -79,7 +79,7 @@ def parse(texts: list[str]) -> dict[str, Path]:
 
 
 def differences(folders: Mapping[str, Path]) -> dict[str, dict[str, str]]:
-    """Of each variant its sources as a difference from the first one's."""
+    """The sources of each variant, as a difference from the first one's."""
     texts = {name: _texts(folder) for name, folder in folders.items()}
     base = next(iter(texts.values()))
     found = {}

@@ -94,7 +94,7 @@ def test_a_late_rank_keeps_nobody_from_working(found: Found) -> None:
     late = scenario_of(found[0], "late")
     assert late["moeos"]["done_before"] == [1.0] * 6
     for name in ("moeos", "baseline"):
-        # All need its rows. Where the cores are busy, a rank may leave the barrier behind another.
+        # All need its rows. Where the cores are busy, a rank may leave the barrier after another.
         least = statistics.median(min(step) for step in late[name]["seconds"])
         assert least > 0.5 * DELAY
 

@@ -89,7 +89,7 @@ def test_index_lists_have_their_times(results: dict[str, Any]) -> None:
     for name in ("steps", "sorted_lists", "sort", "map", "rows"):
         assert len(found[name]["seconds"]) == (4 if name in ("map", "rows") else 3)
         assert min(found[name]["seconds"]) > 0
-    # What a product loads is there behind the map; both are of the same calls.
+    # What a product loads is there after the map; both are of the same calls.
     for of_map, of_rows in zip(found["map"]["seconds"], found["rows"]["seconds"], strict=True):
         assert of_map <= of_rows
 
