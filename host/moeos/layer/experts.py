@@ -464,6 +464,7 @@ class Experts:
         placed: bool,
     ) -> None:
         """Collective, in the world's gate."""
+        slicing = slicing.by(world.rates)
         self.cfg = cfg
         self.placement = placement
         self.slicing = slicing
