@@ -163,7 +163,7 @@ class Courier {
     if (!geometry.replaces_rows(chunk) || MOEOS_PLANTED(places_of_cells_are_not_awaited)) {
       return true;
     }
-    const u32* const back = rank_.memory.chunk_back(part.peer, geometry.replaced_chunk(chunk));
+    const u32* const back = rank_.memory.chunk_back(part.peer, chunk - geometry.ring_chunks());
     if (agreed<P>(P::template poll<Scope::device>(back)) != seal(call_.epoch)) {
       return false;
     }

@@ -270,11 +270,22 @@ class Scheduler {
     return left;
   }
 
+  /// Whether a call that sends each token once sends at most half as many rows as it has pairs, by
+  /// even routing: a token's k pairs go to P(1 - (1 - 1/P)^k) ranks.
+  static constexpr bool tokens_are_half_of_pairs(const Dimensions& dimensions) {
+    double elsewhere = 1.0;  // the share of tokens that send a rank nothing
+    for (u32 j = 0; j < dimensions.top_k; ++j) {
+      elsewhere *= 1.0 - 1.0 / dimensions.world;
+    }
+    return 2.0 * dimensions.world * (1.0 - elsewhere) <= dimensions.top_k;
+  }
+
   /// Whether the rows that this rank sends are few, which it knows once it is routed: each token
   /// goes once to each peer, and has several rows there.
   bool rows_are_few() const {
     const Geometry& geometry = rank_.geometry();
-    if (geometry.large_experts != 0 || !geometry.deduplicates_any() || !geometry.dedup_halves()) {
+    if (geometry.large_experts != 0 || !geometry.deduplicates_any() ||
+        !tokens_are_half_of_pairs(geometry)) {
       return false;
     }
     // Pairs with finish_routing: how many rows go to each peer. The sweep has read `routed`.

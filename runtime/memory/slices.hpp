@@ -8,7 +8,7 @@
 
 #include "runtime/words/base.hpp"
 #include "runtime/words/call.hpp"
-#include "runtime/words/geometry.hpp"
+#include "runtime/words/dimensions.hpp"
 #include "runtime/words/task.hpp"
 
 namespace moeos {
@@ -21,49 +21,51 @@ enum class Summands : u32 {
 };
 
 /// The tokens of one owner, and a token's owner.
-constexpr TokenRange tokens_owned(const Geometry& geometry, u32 tokens, u32 slice) {
-  const u32 each = geometry.tokens_owned_most(tokens);
+constexpr TokenRange tokens_owned(const Dimensions& dimensions, u32 tokens, u32 slice) {
+  const u32 each = dimensions.tokens_owned_most(tokens);
   return {minimum(tokens, slice * each), minimum(tokens, (slice + 1) * each)};
 }
-constexpr u32 owner_of_token(const Geometry& geometry, u32 tokens, u32 token) {
-  return token / geometry.tokens_owned_most(tokens);
+constexpr u32 owner_of_token(const Dimensions& dimensions, u32 tokens, u32 token) {
+  return token / dimensions.tokens_owned_most(tokens);
 }
 
 /// An owner's tokens are announced and added up in groups, of which each has a flag. Small ones
 /// where there are few tokens, so that many processors have some. All ranks cut them alike.
-constexpr u32 sum_group_tokens(const Geometry& geometry, u32 tokens) {
-  const u32 each = geometry.tokens_owned_most(tokens) / Geometry::kSumGroups;
-  return maximum(1U, minimum(each, geometry.sum_group_most()));
+constexpr u32 sum_group_tokens(const Dimensions& dimensions, u32 tokens) {
+  const u32 each = dimensions.tokens_owned_most(tokens) / Dimensions::kSumGroups;
+  return maximum(1U, minimum(each, dimensions.sum_group_most()));
 }
-constexpr u32 sum_groups(const Geometry& geometry, u32 tokens, u32 owner) {
-  const TokenRange owned = tokens_owned(geometry, tokens, owner);
-  return ceil_div(owned.end - owned.first, sum_group_tokens(geometry, tokens));
+constexpr u32 sum_groups(const Dimensions& dimensions, u32 tokens, u32 owner) {
+  const TokenRange owned = tokens_owned(dimensions, tokens, owner);
+  return ceil_div(owned.end - owned.first, sum_group_tokens(dimensions, tokens));
 }
-constexpr TokenRange tokens_of_group(const Geometry& geometry, u32 tokens, u32 owner, u32 group) {
-  const TokenRange owned = tokens_owned(geometry, tokens, owner);
-  const u32 each = sum_group_tokens(geometry, tokens);
+constexpr TokenRange tokens_of_group(const Dimensions& dimensions, u32 tokens, u32 owner,
+                                     u32 group) {
+  const TokenRange owned = tokens_owned(dimensions, tokens, owner);
+  const u32 each = sum_group_tokens(dimensions, tokens);
   const u32 first = owned.first + group * each;
   return {minimum(owned.end, first), minimum(owned.end, first + each)};
 }
 /// A token's group among its owner's.
-constexpr u32 group_of_token(const Geometry& geometry, u32 tokens, u32 token) {
-  const u32 owner = owner_of_token(geometry, tokens, token);
-  return (token - tokens_owned(geometry, tokens, owner).first) / sum_group_tokens(geometry, tokens);
+constexpr u32 group_of_token(const Dimensions& dimensions, u32 tokens, u32 token) {
+  const u32 owner = owner_of_token(dimensions, tokens, token);
+  return (token - tokens_owned(dimensions, tokens, owner).first) /
+         sum_group_tokens(dimensions, tokens);
 }
 
 /// Whether a call adds up the partial sums of slices.
-constexpr bool adds_slices(const Geometry& geometry, const Call& call) {
-  return geometry.sliced() && call.leaves_partials == 0;
+constexpr bool adds_slices(const Dimensions& dimensions, const Call& call) {
+  return dimensions.sliced() && call.leaves_partials == 0;
 }
 
 /// What a call counts before it may end (CallState::tokens_combined): its tokens; of slices the
 /// tokens whose sums are written here, too, and 1 when all slices have said that they make it.
-constexpr u32 combines_of(const Geometry& geometry, const Call& call, u32 slice) {
-  if (!adds_slices(geometry, call)) {
-    return call.tokens + (geometry.sliced() ? 1 : 0);
+constexpr u32 combines_of(const Dimensions& dimensions, const Call& call, u32 slice) {
+  if (!adds_slices(dimensions, call)) {
+    return call.tokens + (dimensions.sliced() ? 1 : 0);
   }
-  const TokenRange owned = tokens_owned(geometry, call.tokens, slice);
-  const u32 sums = geometry.sums_everywhere != 0 ? call.tokens : owned.end - owned.first;
+  const TokenRange owned = tokens_owned(dimensions, call.tokens, slice);
+  const u32 sums = dimensions.sums_everywhere != 0 ? call.tokens : owned.end - owned.first;
   return call.tokens + sums + 1;
 }
 
@@ -78,7 +80,7 @@ constexpr u32 inputs_of(const Call& call) { return call.inputs + call.tokens; }
 /// In place of a part's number, the word of a Combine of a group's tokens has what is added up, as
 /// Summands, times this, and how many tokens these are.
 inline constexpr u32 kTokensOfSums = ReadyWord::kParts / 4;
-static_assert(Geometry::kCombineTokens < kTokensOfSums);
+static_assert(Dimensions::kCombineTokens < kTokensOfSums);
 constexpr ReadyWord sums_word(u32 epoch, Summands summands, TokenRange tokens) {
   MOEOS_CHECK(tokens.first < tokens.end);
   return ReadyWord(epoch, TaskKind::combine, tokens.first,
@@ -93,8 +95,8 @@ constexpr Task combine_task_of_slices(ReadyWord word) {
 }
 
 /// What a Combine's part adds up. Where experts are whole it is known without a look.
-constexpr Summands summands_of(const Geometry& geometry, const Task& task) {
-  return geometry.sliced() ? static_cast<Summands>(task.local_expert) : Summands::pairs;
+constexpr Summands summands_of(const Dimensions& dimensions, const Task& task) {
+  return dimensions.sliced() ? static_cast<Summands>(task.local_expert) : Summands::pairs;
 }
 
 }  // namespace moeos

@@ -8,6 +8,7 @@
 #include "runtime/memory/slices.hpp"
 #include "runtime/words/base.hpp"
 #include "runtime/words/courier_part.hpp"
+#include "runtime/words/dimensions.hpp"
 #include "runtime/words/task.hpp"
 
 namespace moeos {
@@ -19,7 +20,7 @@ enum class TraceKind : u32 {
 #define KIND(name) name,
 #include "runtime/record/trace_kinds.def"
 };
-inline constexpr u32 kTraceKinds = kTaskKinds + Geometry::kTracedOsActors;
+inline constexpr u32 kTraceKinds = kTaskKinds + Dimensions::kTracedOsActors;
 static_assert(kTraceKinds == kTaskKinds
 #define KIND(name) +1
 #include "runtime/record/trace_kinds.def"
@@ -32,7 +33,7 @@ constexpr u32 since_begin(const TraceEvent& event, u64 moment_ns) {
 
 /// What the event of a processor's finished part says of its task; `done`: tokens that a Combine
 /// part has written.
-constexpr TraceEvent event_of(const Geometry& geometry, const Task& task, ReadyWord word,
+constexpr TraceEvent event_of(const Dimensions& dimensions, const Task& task, ReadyWord word,
                               u32 done) {
   TraceEvent event{};
   event.kind = static_cast<u32>(task.kind);
@@ -46,10 +47,10 @@ constexpr TraceEvent event_of(const Geometry& geometry, const Task& task, ReadyW
   } else if (task.kind == TaskKind::route) {
     event.place = word.task();  // the slice
   } else if (task.kind == TaskKind::combine) {
-    event.part = task.rows == 0 ? task.first_ready : task.first_ready / geometry.max_tokens;
+    event.part = task.rows == 0 ? task.first_ready : task.first_ready / dimensions.max_tokens;
     event.place = task.rows == 0 ? kNone : task.first_ready;
     event.rows = done;
-    if (summands_of(geometry, task) != Summands::pairs) {
+    if (summands_of(dimensions, task) != Summands::pairs) {
       event.part = word.part();
     }
   }
@@ -57,14 +58,14 @@ constexpr TraceEvent event_of(const Geometry& geometry, const Task& task, ReadyW
 }
 
 /// And a courier's of its part, of whose rows it has copied `carried`.
-constexpr TraceEvent event_of(const Geometry& geometry, const CourierPart& part, u32 carried,
+constexpr TraceEvent event_of(const Dimensions& dimensions, const CourierPart& part, u32 carried,
                               bool announced) {
   TraceEvent event{};
   event.kind = static_cast<u32>(part.kind);
-  event.part = part.first % geometry.chunk_rows / geometry.quarter_rows();
+  event.part = part.first % dimensions.chunk_rows / dimensions.quarter_rows();
   event.peer = part.peer;
   event.expert = kNone;
-  event.place = part.chunk(geometry);
+  event.place = part.chunk(dimensions);
   event.rows = announced ? 1 : 0;
   event.carried = carried;
   return event;

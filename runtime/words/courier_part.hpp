@@ -7,7 +7,8 @@
 #pragma once
 
 #include "runtime/words/base.hpp"
-#include "runtime/words/geometry.hpp"
+#include "runtime/words/bounds.hpp"
+#include "runtime/words/dimensions.hpp"
 #include "runtime/words/planted.hpp"
 #include "runtime/words/task.hpp"
 
@@ -16,10 +17,9 @@ namespace moeos {
 /// The word of a part of Dispatch, `rows` rows for `peer` from row `first` on in the order of
 /// sending: a chunk, or a piece of one, or what is left of either. It says all that there is to
 /// know: which of all peers' pieces comes first in it, and whether it is a whole chunk.
-constexpr ReadyWord dispatch_word(const Geometry& geometry, u32 epoch, u32 peer, u32 first,
-                                  u32 rows) {
-  const u32 quarter = peer * geometry.quarters_of_cell() + first / geometry.quarter_rows();
-  const u32 full = rows == geometry.chunk_rows ? 1 : 0;
+constexpr ReadyWord dispatch_word(const Bounds& bounds, u32 epoch, u32 peer, u32 first, u32 rows) {
+  const u32 quarter = peer * bounds.quarters_of_cell() + first / bounds.quarter_rows();
+  const u32 full = rows == bounds.chunk_rows ? 1 : 0;
   return ReadyWord::of_number(epoch, TaskKind::dispatch, quarter * 2 + full);
 }
 
@@ -45,18 +45,18 @@ struct CourierPart {
     rows = minimum(rows, all - first);
   }
   constexpr bool sends() const { return kind == TaskKind::dispatch; }
-  constexpr u32 chunk(const Geometry& geometry) const { return first / geometry.chunk_rows; }
+  constexpr u32 chunk(const Dimensions& dimensions) const { return first / dimensions.chunk_rows; }
 };
 /// What its word says, as if the cell had rows without end.
-constexpr CourierPart courier_part(const Geometry& geometry, ReadyWord word) {
+constexpr CourierPart courier_part(const Bounds& bounds, ReadyWord word) {
   if (word.kind() == TaskKind::replicate) {
-    return {word.kind(), word.part(), word.task() * geometry.chunk_rows, geometry.chunk_rows, 0};
+    return {word.kind(), word.part(), word.task() * bounds.chunk_rows, bounds.chunk_rows, 0};
   }
   const u32 quarter = word.number() / 2;
   const bool full = word.number() % 2 != 0 || MOEOS_PLANTED(quarters_count_as_chunks);
-  return {word.kind(), quarter / geometry.quarters_of_cell(),
-          quarter % geometry.quarters_of_cell() * geometry.quarter_rows(),
-          full ? geometry.chunk_rows : geometry.quarter_rows(), 0};
+  return {word.kind(), quarter / bounds.quarters_of_cell(),
+          quarter % bounds.quarters_of_cell() * bounds.quarter_rows(),
+          full ? bounds.chunk_rows : bounds.quarter_rows(), 0};
 }
 
 }  // namespace moeos

@@ -16,7 +16,7 @@
 #pragma once
 
 #include "runtime/words/base.hpp"
-#include "runtime/words/geometry.hpp"
+#include "runtime/words/dimensions.hpp"
 
 namespace moeos {
 
@@ -36,9 +36,9 @@ inline constexpr u32 kTaskKinds = 0
 /// Where the rows lie that a part multiplies.
 enum class RowsIn : u32 {
   cells,           ///< of the ranks that sent them, as the tile's segments say; those of this rank
-                   ///< may be where the caller left their tokens (Geometry::gathers_own_rows)
+                   ///< may be where the caller left their tokens (Dimensions::gathers_own_rows)
   between,         ///< between the products, from Task::first_result on; or each at its pair's
-                   ///< place (Geometry::between_by_pairs)
+                   ///< place (Dimensions::between_by_pairs)
   tokens_between,  ///< the same of the shared experts' products
   tokens,          ///< where the caller left them, from token Task::first_result on
   listed_tokens,   ///< there, too: the tokens that Task::tokens lists
@@ -114,15 +114,16 @@ constexpr Product product_of(TaskKind kind, bool shared) {
 }
 
 /// Parts of a tile's product.
-constexpr u32 parts_of(const Geometry& geometry, const Product& product, bool narrow) {
+constexpr u32 parts_of(const Dimensions& dimensions, const Product& product, bool narrow) {
   if (product.kind == kSecondProduct.kind) {
-    return geometry.product1_parts_of(narrow);
+    return dimensions.product1_parts_of(narrow);
   }
-  return product.shared ? geometry.shared0_parts_of(narrow) : geometry.product0_parts_of(narrow);
+  return product.shared ? dimensions.shared0_parts_of(narrow)
+                        : dimensions.product0_parts_of(narrow);
 }
 /// The same of an expert's.
-constexpr u32 parts_of(const Geometry& geometry, TaskKind kind, bool narrow) {
-  return parts_of(geometry, product_of(kind, false), narrow);
+constexpr u32 parts_of(const Dimensions& dimensions, TaskKind kind, bool narrow) {
+  return parts_of(dimensions, product_of(kind, false), narrow);
 }
 
 }  // namespace moeos

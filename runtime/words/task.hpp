@@ -9,7 +9,7 @@
 #pragma once
 
 #include "runtime/words/base.hpp"
-#include "runtime/words/geometry.hpp"
+#include "runtime/words/dimensions.hpp"
 #include "runtime/words/planted.hpp"
 #include "runtime/words/products.hpp"
 #include "runtime/words/sealed.hpp"
@@ -45,7 +45,7 @@ struct alignas(kCacheLine) Task {
                 // so that processors wait for these (inputs.hpp); kAwaitsByCounts of a copy
   RowsIn from;  // products: where its rows lie; in memory, a first product's
   u32 tokens;   // of a copy whose rows are listed tokens: four bits for each row, which it is
-  Segment segments[Geometry::kMaxSegments];
+  Segment segments[Dimensions::kMaxSegments];
 };
 static_assert(sizeof(Task) == 128 && alignof(Task) == 128,
               "a descriptor is one cache line, read in one load");
@@ -73,26 +73,26 @@ constexpr u32 words_of(const Segment& segment) {
 
 /// Rows that segment `index` takes inside the tile, from row `first` of it on. The last one takes
 /// what is left.
-constexpr u32 laid_out_rows(const Geometry& geometry, const Task& task, u32 index, u32 first) {
+constexpr u32 laid_out_rows(const Dimensions& dimensions, const Task& task, u32 index, u32 first) {
   return index + 1 == task.segment_count ? task.padded_rows - first
                                          : align_up(u32{task.segments[index].rows},
-                                                    geometry.segment_align_of(task.narrow != 0));
+                                                    dimensions.segment_align_of(task.narrow != 0));
 }
 
 /// The expert behind those of this rank: all shared experts, in one.
-constexpr u32 shared_expert(const Geometry& geometry) { return geometry.local_experts(); }
+constexpr u32 shared_expert(const Dimensions& dimensions) { return dimensions.local_experts(); }
 /// Whether a tile is of a rank's own tokens, for the shared experts (known_parts.hpp).
-constexpr bool is_shared(const Geometry& geometry, const Task& task) {
-  return geometry.shares() && task.local_expert == shared_expert(geometry);
+constexpr bool is_shared(const Dimensions& dimensions, const Task& task) {
+  return dimensions.shares() && task.local_expert == shared_expert(dimensions);
 }
 /// The product that a part of a tile is of.
-constexpr Product product_of(const Geometry& geometry, const Task& task) {
-  return product_of(task.kind, is_shared(geometry, task));
+constexpr Product product_of(const Dimensions& dimensions, const Task& task) {
+  return product_of(task.kind, is_shared(dimensions, task));
 }
 /// Parts of a tile's first product.
-constexpr u32 first_parts_of(const Geometry& geometry, const Task& task) {
-  const Product first = product_of(kFirstProduct.kind, is_shared(geometry, task));
-  return parts_of(geometry, first, task.narrow != 0);
+constexpr u32 first_parts_of(const Dimensions& dimensions, const Task& task) {
+  const Product first = product_of(kFirstProduct.kind, is_shared(dimensions, task));
+  return parts_of(dimensions, first, task.narrow != 0);
 }
 
 /// Whether a copy's parts are narrow N-tiles.
@@ -107,8 +107,8 @@ constexpr bool waits_for_inputs(const Task& task) {
 
 /// The token that is row `row` of a tile whose rows are listed; and as Task::tokens has it.
 inline constexpr u32 kTokenBits = 4;
-static_assert(Geometry::kInPlaceTokens * kTokenBits <= 32 &&
-              Geometry::kInPlaceTokens <= 1U << kTokenBits);
+static_assert(Dimensions::kInPlaceTokens * kTokenBits <= 32 &&
+              Dimensions::kInPlaceTokens <= 1U << kTokenBits);
 constexpr u32 token_of_row(const Task& task, u32 row) {
   return task.tokens >> row * kTokenBits & ((1U << kTokenBits) - 1);
 }
@@ -116,11 +116,11 @@ constexpr u32 as_row(u32 token, u32 row) { return token << row * kTokenBits; }
 
 /// Makes one's own copy of a tile's descriptor that of its second product: the same rows. Nobody
 /// looks at a copy's seal.
-constexpr void become_second(Task& task, const Geometry& geometry, bool half_width) {
+constexpr void become_second(Task& task, const Dimensions& dimensions, bool half_width) {
   task.kind = kSecondProduct.kind;
   task.from = kSecondProduct.rows;
   task.half_width = half_width ? 1 : 0;
-  task.parts = static_cast<u16>(parts_of(geometry, kSecondProduct.kind, has_narrow_parts(task)));
+  task.parts = static_cast<u16>(parts_of(dimensions, kSecondProduct.kind, has_narrow_parts(task)));
 }
 
 /// Whether a descriptor is what its poster has written.
@@ -128,7 +128,7 @@ constexpr bool is_intact(const Task& task) {
   u32 all = first_word(task.kind, task.segment_count, task.parts) ^ task.epoch ^ task.local_expert ^
             task.tile ^ task.rows ^ task.padded_rows ^ task.first_result ^ task.first_ready ^
             task.narrow ^ task.awaits ^ task.seal;
-  for (u32 s = 0; s < minimum(u32{task.segment_count}, Geometry::kMaxSegments); ++s) {
+  for (u32 s = 0; s < minimum(u32{task.segment_count}, Dimensions::kMaxSegments); ++s) {
     all ^= words_of(task.segments[s]);
   }
   return all == kIntact || MOEOS_PLANTED(torn_descriptors_are_run);
@@ -207,7 +207,7 @@ class ReadyWord {
   u64 bits_ = 0;
 };
 
-static_assert(Geometry::kCombineTokens < ReadyWord::kParts);
+static_assert(Dimensions::kCombineTokens < ReadyWord::kParts);
 /// The word of the Combine of `tokens` complete tokens from place `first_ready` among these on. It
 /// says all that there is to know of them, so there is no descriptor.
 constexpr ReadyWord combine_word(u32 epoch, u32 first_ready, u32 tokens) {

@@ -475,6 +475,7 @@ class Experts:
         placed: bool,
     ) -> None:
         """Collective, in the world's gate."""
+        slicing = slicing.by(world.rates)
         self.cfg = cfg
         self.placement = placement
         self.slicing = slicing

@@ -10,6 +10,7 @@
 
 namespace moeos {
 
-inline constexpr Geometry kGeometry{MOEOS_GEOMETRY};
+// Designators name members of the innermost base, Dimensions.
+inline constexpr Geometry kGeometry{{{MOEOS_GEOMETRY}}};
 
 }  // namespace moeos
