@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the event of a part says; records.def has its fields.
+// What a part's event says; records.def has its fields.
 //
-// May not know: who notes events, and when.
+// Must not depend on: the actors that note events, and when they do.
 #pragma once
 
 #include "runtime/memory/records.hpp"
@@ -13,8 +13,8 @@
 
 namespace moeos {
 
-/// What an actor noted: a part, whose kind is a TaskKind, or a step of the OS block's that found
-/// something.
+/// What an actor noted: a part, whose kind is a TaskKind, or a step of an actor of the OS block
+/// that found something.
 enum class TraceKind : u32 {
   last_task = kTaskKinds - 1,
 #define KIND(name) name,
@@ -31,8 +31,7 @@ constexpr u32 since_begin(const TraceEvent& event, u64 moment_ns) {
   return moment_ns == 0 ? 0 : static_cast<u32>(moment_ns - event.begin_ns);
 }
 
-/// What the event of a processor's finished part says of its task; `done`: tokens that a Combine
-/// part has written.
+/// The event of a processor's finished part; `done`: tokens that a Combine part has written.
 constexpr TraceEvent event_of(const Dimensions& dimensions, const Task& task, ReadyWord word,
                               u32 done) {
   TraceEvent event{};
@@ -57,7 +56,7 @@ constexpr TraceEvent event_of(const Dimensions& dimensions, const Task& task, Re
   return event;
 }
 
-/// And a courier's of its part, of whose rows it has copied `carried`.
+/// The event of a courier's part, of which the courier has copied `carried` rows.
 constexpr TraceEvent event_of(const Dimensions& dimensions, const CourierPart& part, u32 carried,
                               bool announced) {
   TraceEvent event{};
