@@ -351,6 +351,67 @@ def test_a_process_alone_cuts_a_long_batch() -> None:
     assert module._moeos_ready.experts.cfg.max_tokens == adapter.MAX_TOKENS
 
 
+@pytest.mark.parametrize("made", [gpt_oss, aria, qwen3])
+@pytest.mark.parametrize("count", [3, 12])
+def test_a_module_with_other_experts_after_a_call_computes_with_these(
+    made: Any, count: int
+) -> None:
+    """As a program leaves it that prunes experts, or adds some."""
+    module = made()
+    x, ids, weights = tokens_for(module)
+    by(module, "moeos", x, ids, weights)
+    places = torch.arange(count) % module.num_experts
+    for name, weight in module.named_parameters():
+        assert weight.shape[0] == module.num_experts, name
+        weight.data = weight.data[places].clone()
+    module.num_experts = count
+    ids = torch.rand(len(x), count, generator=torch.Generator().manual_seed(3)).topk(2).indices
+    expected = by(module, "eager", x, ids, weights[:, :2])
+    y = by(module, "moeos", x, ids, weights[:, :2])
+    assert reference.relative_error(y, expected) <= LIMIT
+
+
+def test_a_parameter_that_no_longer_fits_is_refused_by_the_modules_name_of_it() -> None:
+    module = qwen3()
+    tokens = tokens_for(module)
+    by(module, "moeos", *tokens)
+    module.gate_up_proj.data = torch.zeros(module.gate_up_proj.shape[0], 80, HIDDEN)
+    with pytest.raises(ValueError, match=r"Qwen3\w+: gate_up_proj has shape \[\d+, 80, \d+\]; it"):
+        by(module, "moeos", *tokens)
+
+
+@pytest.mark.parametrize(
+    ("where", "compiled"),
+    [("module", False), ("class", False), ("module", True)],  # no graph looks at a class again
+    ids=["module", "class", "compiled"],
+)
+def test_a_gate_that_is_replaced_after_a_call_is_the_next_calls(
+    where: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = gpt_oss()
+    tokens = tokens_for(module)
+    by(module, "moeos", *tokens)
+    torch._dynamo.reset()
+    if compiled:
+        module.forward = torch.compile(module.forward, backend="eager")
+    before = by(module, "moeos", *tokens)
+
+    def gate(self: Any, gate_up: Tensor) -> Tensor:
+        gates, ups = gate_up[..., ::2], gate_up[..., 1::2]
+        return nn.functional.silu(gates) * ups
+
+    if where == "module":
+        monkeypatch.setattr(module, "_apply_gate", types.MethodType(gate, module), raising=False)
+    else:
+        monkeypatch.setattr(type(module), "_apply_gate", gate)
+    y = by(module, "moeos", *tokens)
+    if compiled:
+        del module.forward
+    expected = by(module, "eager", *tokens)
+    assert reference.relative_error(before, expected) > LIMIT
+    assert reference.relative_error(y, expected) <= LIMIT
+
+
 def test_a_module_that_is_cast_after_a_call_computes_in_its_new_dtype() -> None:
     module = gpt_oss()
     x, ids, weights = tokens_for(module)

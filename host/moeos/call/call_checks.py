@@ -585,8 +585,15 @@ def check_weight(device: torch.device, expected: Expected, tensor: object, absen
             )
         raise ValueError(f"{name} is on {tensor.device}; it must be on {device}")
     if not tensor.is_contiguous():
+        turned = ""
+        if name in MATRICES and not part and tensor.transpose(1, 2).is_contiguous():
+            turned = (
+                ", or make moeos.Experts with the other MoEConfig(transposed=...), which read all "
+                "matrices where they lie in calls with turned=True"
+            )
         raise ValueError(
-            f"{name} has strides {tensor.stride()}; it must be contiguous: keep {name}.contiguous()"
+            f"{name} has strides {tensor.stride()}; it must be contiguous: keep "
+            f"{name}.contiguous(){turned}"
         )
     tensor_memory.require_no_laziness(name, tensor)
 
@@ -618,13 +625,19 @@ def wants_gradient(*tensors: torch.Tensor | None) -> bool:
 
 
 def check_backward(
-    what: str, cfg: MoEConfig, why: str | None, out: torch.Tensor | None, *tensors: object
+    what: str,
+    cfg: MoEConfig,
+    why: str | None,
+    out: torch.Tensor | None,
+    routing: Sequence[object],
+    own: Sequence[object],
 ) -> None:
     """Raises where a call of `what`, such as "MoELayer", has no backward. `why`: what its machine
-    says, or None; `tensors`: all of the call.
+    says, or None; `routing`: x, topk_ids, topk_weights and tokens.
     """
     remedy = "call it under torch.no_grad(), or detach x, topk_weights and the parameters"
-    odd = next((type(one) for one in tensors if not (type(one) in PLAIN or is_fake(one))), None)
+    named = [*zip(_READ, routing, strict=False), *zip(OWN, own, strict=True)]
+    odd = next((one for one in named if not (type(one[1]) in PLAIN or is_fake(one[1]))), None)
     if cfg.weight_format is not None:
         why = f" of layers with weight_format {cfg.weight_format!r}"
     elif cfg.activation_format is not None:
@@ -633,7 +646,12 @@ def check_backward(
         why = " of a call with out"
         remedy = "leave out away, and copy what is returned"
     elif why is None and odd is not None:
-        why = f" of a {odd.__name__}"
+        name, tensor = odd
+        why = f" of a {type(tensor).__name__}, which {name} is"
+        plain = f"{name}.as_subclass(torch.Tensor)"
+        if isinstance(tensor, torch.nn.Parameter):
+            plain = f"torch.nn.Parameter({name}.data.as_subclass(torch.Tensor))"
+        remedy = f"keep a plain {plain} in its place, or {remedy}"
     if why is not None:
         raise RuntimeError(
             f"{what} has no backward{why}, and a tensor requires a gradient: {remedy}"

@@ -271,7 +271,8 @@ class Experts:
         trains = call_checks.wants_gradient(x, x_scale, topk_weights, out, *own)
         if trains:
             why = autograd.no_backward(self.engine)
-            call_checks.check_backward(caller.name, cfg, why, out, rows, ids, weights, tokens, *own)
+            of_tokens = rows, ids, weights, tokens
+            call_checks.check_backward(caller.name, cfg, why, out, of_tokens, given)
         call_checks.check_tangents(caller.name, x, x_scale, topk_weights, out, *own)
         routing = (ids, weights, tokens, x_scale)
         if trains:

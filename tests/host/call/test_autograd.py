@@ -794,6 +794,34 @@ def test_what_has_no_gradient_is_refused_by_name() -> None:
     virtual.run(rank_main, ranks=1)
 
 
+def test_a_subclass_of_a_parameter_is_refused_and_the_remedy_works() -> None:
+    class Own(torch.nn.Parameter):
+        pass
+
+    class Marked(torch.Tensor):
+        pass
+
+    weights = draw_weights(config())
+    call = draw_call(weights.cfg, 10, 0)
+
+    def rank_main(world: World) -> None:
+        layer = weights.layer(world).requires_grad_()
+        w2 = Own(layer.w2.data)
+        layer.w2 = w2
+        said = r"MoELayer has no backward of a Own, which w2 is, .*: keep a plain torch\.nn\.Par"
+        with pytest.raises(RuntimeError, match=said):
+            layer(call.x)
+        layer.w2 = torch.nn.Parameter(w2.data.as_subclass(torch.Tensor))  # as the error says
+        marked = call.x.as_subclass(Marked)
+        with pytest.raises(RuntimeError, match=r"of a Marked, which x is, .* plain x\.as_subclass"):
+            layer(marked)
+        y = layer(marked.as_subclass(torch.Tensor))
+        y.sum().backward()
+        assert layer.w2.grad is not None
+
+    virtual.run(rank_main, ranks=1)
+
+
 def test_gradients_are_bitwise_the_same_wherever_experts_lie() -> None:
     cfg = config(experts=6, top_k=2)
     weights = draw_weights(cfg)

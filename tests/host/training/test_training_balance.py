@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -220,6 +221,43 @@ def test_a_token_that_has_no_scores_has_no_share_and_no_gradient() -> None:
     assert bool(scores.grad.isfinite().all())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("below", [1.0, 1e-3, 1e-6], ids=str)
+def test_shares_of_scores_that_no_normal_number_is_as_small_as(
+    dtype: torch.dtype, below: float
+) -> None:
+    """All tokens have equal scores, so each expert's share is 1 / E whatever these are."""
+    least = torch.finfo(dtype).tiny
+    probs = torch.full((2, LENGTH, EXPERTS), least * below / EXPERTS, dtype=dtype)
+    probs.requires_grad_()
+    ids = torch.arange(K).expand(2, LENGTH, K)
+    loss = training.sequence_load_balancing_loss_func(probs, ids, K, 0.5)
+    assert probs.detach().sum(-1).max() <= least * 1.001
+    assert loss.item() == pytest.approx(0.5, rel=1e-6)
+    [gradient] = torch.autograd.grad(loss, probs)
+    assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("low", [float("-inf"), -1e9, float("nan")], ids=str)
+def test_a_mask_that_is_added_to_scores_is_refused_and_the_remedy_works(low: float) -> None:
+    added = torch.where(padding() == 0, low, 0.0)
+    ids = torch.randint(EXPERTS, (BATCH, LENGTH, K), generator=torch.Generator().manual_seed(0))
+    logits = drawn(BATCH, LENGTH, EXPERTS)
+
+    flat, scores = logits.flatten(0, 1), logits.softmax(-1)
+    calls: list[Callable[[Tensor], Tensor]] = [
+        lambda mask: training.tokens_per_expert(ids, EXPERTS, mask),
+        lambda mask: training.load_balancing_loss_func(flat, EXPERTS, K, mask),
+        lambda mask: training.sequence_load_balancing_loss_func(scores, ids, K, 1.0, mask),
+        lambda mask: training.z_loss_func(logits, 1.0, mask),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"mask has negative .* pass (attention_)?mask == 0$"):
+            call(added)
+        for mask in (added == 0, padding().bool(), 0.5 * padding()):
+            assert torch.equal(call(mask), call(padding()))
+
+
 @pytest.mark.parametrize("how", ["no tokens", "all are padding"])
 def test_a_mean_over_nothing_is_zero_and_so_is_its_gradient(how: str) -> None:
     length = 0 if how == "no tokens" else LENGTH
@@ -313,6 +351,18 @@ def test_a_bias_may_be_of_all_ranks_counts() -> None:
             r"mask is \[3\]; it must be \[2\]",
         ),
         (lambda: training.load_balancing_loss_func((), 4), "gate_logits is empty"),
+        *(
+            (
+                functools.partial(training.load_balancing_loss_func, logits, 4),
+                "None; it must have the logits of each layer: .*output_router_logits=True",
+            )
+            for logits in (None, (None,))
+        ),
+        (
+            lambda: training.tokens_per_expert(torch.tensor(3), 4),
+            r"topk_ids is \[\]; it must be \[..., k\]",
+        ),
+        (lambda: training.z_loss_func(torch.tensor(3.0), 1.0), r"logits is \[\]; it must be"),
         (
             lambda: training.load_balancing_loss_func(torch.ones(2, 3), 4),
             r"gate_logits is \[2, 3\]; it must be \[2, 4\]",
