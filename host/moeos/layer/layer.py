@@ -26,7 +26,7 @@ from moeos.engines import values
 from moeos.layer import moving, replacing, wrappers
 from moeos.layer.experts import Caller, Experts, check_supported, device_of, placement_of
 from moeos.partition import sharding
-from moeos.partition.placement import Placement
+from moeos.partition.placement import Placement, why_no_backward
 from moeos.partition.policies import Layout, Reduce
 from moeos.partition.slicing import Output, Parallel, slicing_of
 from moeos.system.held_signals import HeldSignals
@@ -129,10 +129,13 @@ class MoELayer(nn.Module):
     Collective: all ranks make it with the same config, and call it equally often; how many tokens a
     rank passes in a call is its own affair.
 
-    Its parameters are frozen until `requires_grad_(True)`. A call then has a backward, which is a
-    call of its own, as collective as the forward one: all ranks make the backwards of
-    their calls in one order, whichever. It has the gradients of x, of topk_weights and of all
-    parameters; what every rank holds whole gets those of this rank's tokens.
+    Its parameters require gradients, as those of any module do, so a call keeps what its backward
+    needs, unless it is made under `torch.no_grad()` or `torch.inference_mode()`. Parameters of a
+    layer that has no backward require none: one with `cfg.weight_format`, or whose placement holds
+    an expert on several ranks. A backward is a call of its own, as collective as the forward one:
+    all ranks make the backwards of their calls in one order, whichever. It has the gradients of x,
+    of topk_weights and of all parameters; what every rank holds whole gets those of this rank's
+    tokens.
 
     This rank holds X experts: those of `cfg.experts_of(rank, P)`, on the last ranks fewer than on
     others, or none; or those of `placement.ranks[rank]`.
@@ -741,6 +744,7 @@ class MoELayer(nn.Module):
             scales = map(_parameter_like, call_checks.expected_shared_scales(cfg))
             self.shared_w1_scale, self.shared_w2_scale, *second = scales
             self.shared_w1_scale_2, self.shared_w2_scale_2 = second
+        nn.Module.requires_grad_(self, self._no_gradient() is None)
         if init:
             self._initialise_alike(world)
         self._use(world, apart, workspace)
@@ -848,15 +852,22 @@ class MoELayer(nn.Module):
                     getattr(self, name + end)[local].copy_(part)
 
     def requires_grad_(self, requires_grad: bool = True) -> MoELayer:
-        """See `nn.Module.requires_grad_`; raises `RuntimeError` in a layer with a format."""
-        if requires_grad and self.cfg.weight_format is not None:
-            raise RuntimeError(
-                f"requires_grad_(True) of a MoELayer with weight_format "
-                f"{self.cfg.weight_format!r}, whose codes and scales have no gradient: call it of "
-                "the model's other modules"
-            )
+        """See `nn.Module.requires_grad_`; raises `RuntimeError` in a layer that has no backward."""
+        why = self._no_gradient()
+        if requires_grad and why is not None:
+            raise RuntimeError(f"requires_grad_(True) of a MoELayer {why}")
         super().requires_grad_(requires_grad)
         return self
+
+    def _no_gradient(self) -> str | None:
+        """Why parameters have no gradient, in words that follow "a MoELayer"; None: they have."""
+        if self.cfg.weight_format is not None:
+            return (
+                f"with weight_format {self.cfg.weight_format!r}, whose codes and scales have no "
+                "gradient: call it of the model's other modules"
+            )
+        why = None if self._slicing.cuts else why_no_backward(self.placement)
+        return None if why is None else f"that has no backward{why}"
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MoELayer:
         """Moves what is the layer's, and not the tensor that orders the calls of all layers.

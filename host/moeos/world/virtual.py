@@ -56,7 +56,8 @@ def run(
     trace_events: int = 0,
     faults: FaultPlan | None = None,
 ) -> list[Result]:
-    """Calls `fn(world)` for each virtual rank, each on a thread; the results in rank order.
+    """Calls `fn(world)` for each virtual rank, each on a thread; the results in rank order. These
+    threads are under `torch.no_grad` and `torch.inference_mode` where the caller is.
 
     The worlds are closed when all ranks have ended. If a rank raises, the others are made to leave
     their waits and calls, and its error is raised here, with a note that names the rank: of several
@@ -132,6 +133,7 @@ class _RankThreads(Generic[Result]):
         self.stuck: list[int] = []
         self._fn = fn
         self._worlds = worlds
+        self._modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         self._longest = deadline + MARGIN  # seconds in which ranks end that have to
         self._must_end: float | None = None  # the time by which all threads should have ended
         self._in_fn: set[int] = set()  # ranks
@@ -198,9 +200,14 @@ class _RankThreads(Generic[Result]):
         try:
             try:
                 self._in_fn.add(world.rank)
-                # By default one thread of autograd's runs the backwards of all who share a GPU, one
-                # behind the other, and a rank's waits for the others' calls.
-                with torch.autograd.set_multithreading_enabled(False):
+                inference, grad = self._modes
+                with (
+                    torch.inference_mode(inference),  # sets the other two as well
+                    torch.set_grad_enabled(grad),
+                    # By default one thread of autograd's runs the backwards of all who share a GPU,
+                    # one after the other, and a rank's waits for the others' calls.
+                    torch.autograd.set_multithreading_enabled(False),
+                ):
                     self.results[world.rank] = self._fn(world)
             finally:
                 self._in_fn.discard(world.rank)

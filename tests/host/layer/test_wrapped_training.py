@@ -520,7 +520,7 @@ class Mixed(nn.Module):
         torch.manual_seed(0)
         self.before = nn.Linear(CFG.hidden, CFG.hidden)
         cfg = dataclasses.replace(CFG, dtype=torch.bfloat16, router_bias=False, **changes)
-        self.mlp = MoELayer(cfg, world).requires_grad_()
+        self.mlp = MoELayer(cfg, world)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.mlp(self.before(x))
