@@ -204,7 +204,7 @@ class _Measurement:
     def _measure_layer(self, shape: Shape, cfg: MoEConfig, cases: Sequence[Case]) -> None:
         self._note(shape.name)
         with moeos.init("cuda", deadline=_CALLING) as world:
-            plain = moeos.MoELayer(cfg.in_numbers(), world)
+            plain = moeos.MoELayer(cfg.in_numbers(), world).requires_grad_(False)
             bias = plain.gate.selection_bias
             if bias is not None:
                 drawn = torch.rand(cfg.experts, generator=torch.Generator().manual_seed(_SEED))

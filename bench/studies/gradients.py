@@ -29,7 +29,7 @@ AGREES = 0.03
 
 def measure(cfg: moeos.MoEConfig, world: moeos.World, clock: InTurn) -> list[dict[str, Any]]:
     """Every token count of one layer. Collective."""
-    layer = moeos.MoELayer(cfg, world).requires_grad_()
+    layer = moeos.MoELayer(cfg, world)
     counts = [count for count in TOKENS if count <= cfg.max_tokens]
     return [_measure_tokens(layer, tokens, world, clock) for tokens in counts]
 

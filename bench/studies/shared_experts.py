@@ -51,9 +51,9 @@ def contestants(
 
 def measure(cfg: moeos.MoEConfig, world: moeos.World, clock: InTurn) -> list[dict[str, Any]]:
     """Every token count of one layer. Collective."""
-    layer = moeos.MoELayer(cfg, world)
+    layer = moeos.MoELayer(cfg, world).requires_grad_(False)
     plain = routed_alone(cfg)
-    routed = moeos.MoELayer(plain, world, init=False)
+    routed = moeos.MoELayer(plain, world, init=False).requires_grad_(False)
     for name in ("w1", "w2", "gate"):
         setattr(routed, name, getattr(layer, name))
     found = []

@@ -36,7 +36,7 @@ VARIANTS |= {
 
 def measure(cfg: moeos.MoEConfig, world: moeos.World, clock: InTurn) -> list[dict[str, Any]]:
     """Every token count of one layer. Collective."""
-    plain = moeos.MoELayer(cfg, world)
+    plain = moeos.MoELayer(cfg, world).requires_grad_(False)
     layers = {PLAIN: plain}
     for name, formats in VARIANTS.items():
         layers[name] = moeos.quantize(plain, **formats)

@@ -78,7 +78,7 @@ class RankMember:
     """One rank of the twin."""
 
     def __init__(self, workload: Workload, world: moeos.World) -> None:
-        self._layer = moeos.MoELayer(workload.cfg, world)
+        self._layer = moeos.MoELayer(workload.cfg, world).requires_grad_(False)
         w1, w2 = workload.experts(workload.cfg.experts_of(world.rank, world.size))
         self._layer.load_state_dict({"gate.weight": workload.gate(), "w1": w1, "w2": w2})
         self._x = workload.tokens(world.rank)

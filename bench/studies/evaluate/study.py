@@ -243,7 +243,7 @@ class _Evaluation:
         cfg = config_of(self._options, self._world.backend, case)
         with moeos.init(self._world.backend, deadline=_PATIENCE) as inner:
             torch.manual_seed(self._options.seed)
-            layer = moeos.MoELayer(cfg, inner)
+            layer = moeos.MoELayer(cfg, inner).requires_grad_(False)
             baseline = Baseline(layer, self._group, self._clock, dist.all_to_all_single)
             x = tokens_of(self._world, cfg, case.tokens, self._options.seed)
             error = compare(self._world, layer, baseline, x)
