@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from moeos.system.errors import PeerTimeout, said
+from moeos.system.errors import PeerTimeout, said, tell_rank
 from moeos.system.held_signals import HeldSignals
 from moeos.system.thread_limits import no_thread
 from moeos.world.bootstrap import choose_backend, require_gpu
@@ -276,6 +276,8 @@ def _root_cause(
     consequences = (PeerTimeout, threading.BrokenBarrierError)
     causes = [failure for failure in failures if not isinstance(failure[1], consequences)]
     rank, error = min(causes, key=lambda failure: failure[0]) if causes else failures[0]
+    if ranks > 1:
+        tell_rank(error, f"virtual rank {rank} of {ranks}")
     note = f"raised on virtual rank {rank} of {ranks}"
     if stuck:
         note += f"; virtual {name_ranks(stuck)} did not end in time"
