@@ -259,7 +259,7 @@ class Ranks:
     def join(self, world: moeos.World) -> Callable[[int], tuple[float, int, float]]:
         """What makes a call of one rank, with so many tokens. Collective."""
         workload, rank = self._workload, world.rank
-        layer = moeos.MoELayer(workload.cfg, world)
+        layer = moeos.MoELayer(workload.cfg, world).requires_grad_(False)
         w1, w2 = workload.experts(workload.cfg.experts_of(rank, world.size))
         layer.load_state_dict({"gate.weight": workload.gate(), "w1": w1, "w2": w2})
         x = workload.tokens(rank)

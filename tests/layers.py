@@ -169,7 +169,9 @@ class Weights:
         layout: Layout = "auto",
         reduce: Reduce = "auto",
     ) -> MoELayer:
-        """A layer of `world` with this rank's part of the weights. Collective."""
+        """A layer of `world` with this rank's part of the weights, frozen: most tests are of calls
+        that keep nothing for a backward. Collective.
+        """
         layer = MoELayer(
             *(self.cfg, world, workspace),
             placement=placement,
@@ -196,7 +198,7 @@ class Weights:
         }
         named = {state_name(self.cfg, name): part for name, part in parts.items()}
         layer.load_state_dict({name: part for name, part in named.items() if part is not None})
-        return layer
+        return layer.requires_grad_(False)
 
     def expected(self, call: Call) -> Tensor:
         """What the float64 reference makes of a call."""

@@ -154,7 +154,7 @@ class Evaluation(Study):
         busy_shares: list[float] = []
         with moeos.init(self.world.backend, deadline=_PATIENCE) as inner:
             torch.manual_seed(self._options.seed)
-            layer = moeos.MoELayer(cfg, inner)
+            layer = moeos.MoELayer(cfg, inner).requires_grad_(False)
             baseline = beside(layer, self.group)
             x = tokens_of(self.world, cfg, case["tokens"], self._options.seed)
             error = require_alike(self.world, layer, baseline, x)

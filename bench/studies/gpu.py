@@ -194,7 +194,7 @@ class Benchmark(study.Study):
                 if not all(self.world.control.allgather(time.monotonic() < self._ends)):
                     break
                 if not layers:
-                    plain = moeos.MoELayer(cfg.in_numbers(), world)
+                    plain = moeos.MoELayer(cfg.in_numbers(), world).requires_grad_(False)
                     bias = plain.gate.selection_bias
                     if bias is not None:
                         seeded = torch.Generator().manual_seed(_SEED)

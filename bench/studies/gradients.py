@@ -27,7 +27,7 @@ AGREES = 0.03
 
 def make(one: Study, cfg: moeos.MoEConfig) -> options.Measure:
     """A layer's measurement."""
-    layer = moeos.MoELayer(cfg, one.world).requires_grad_()
+    layer = moeos.MoELayer(cfg, one.world)
 
     def measure(tokens: int) -> Case:
         generator = torch.Generator("cuda").manual_seed(1000 * tokens + one.world.rank)

@@ -27,8 +27,8 @@ AGREES = 0.02
 
 def make(one: Study, cfg: moeos.MoEConfig) -> options.Measure:
     """A layer's measurement."""
-    layer = moeos.MoELayer(cfg, one.world)
-    routed = moeos.MoELayer(routed_alone(cfg), one.world, init=False)
+    layer = moeos.MoELayer(cfg, one.world).requires_grad_(False)
+    routed = moeos.MoELayer(routed_alone(cfg), one.world, init=False).requires_grad_(False)
     for name in ("w1", "w2", "gate"):
         setattr(routed, name, getattr(layer, name))
     w1, w2, gate = layer.shared_w1, layer.shared_w2, layer.shared_gate

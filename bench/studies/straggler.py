@@ -223,7 +223,7 @@ class Stragglers(Study):
             faults=dataclasses.replace(nodes.plan(), slow_processors=slow),
         ) as inner:
             torch.manual_seed(self._options.seed)
-            layer = moeos.MoELayer(self._plan.cfg, inner)
+            layer = moeos.MoELayer(self._plan.cfg, inner).requires_grad_(False)
             exchange = (
                 LimitedAllToAll(nodes, world.rank) if nodes.limited else dist.all_to_all_single
             )

@@ -99,7 +99,7 @@ def _texts(folder: Path) -> dict[str, str]:
 
 def make(one: Study, cfg: moeos.MoEConfig, folders: Mapping[str, Path]) -> options.Measure:
     """A layer's measurement."""
-    layer = moeos.MoELayer(cfg, one.world)
+    layer = moeos.MoELayer(cfg, one.world).requires_grad_(False)
     engines = {}
     # Each has its own: in another variant's sources things may lie elsewhere.
     workspaces = {name: moeos.Workspace(one.world) for name in folders}

@@ -30,7 +30,7 @@ VARIANTS |= {
 
 def make(one: Study, cfg: moeos.MoEConfig) -> options.Measure:
     """A layer's measurement."""
-    plain = moeos.MoELayer(cfg, one.world)
+    plain = moeos.MoELayer(cfg, one.world).requires_grad_(False)
     layers = {PLAIN: plain}
     for name, formats in VARIANTS.items():
         layers[name] = moeos.quantize(plain, **formats)

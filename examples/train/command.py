@@ -263,7 +263,7 @@ def _make(world: moeos.World, plan: _Plan, options: TrainOptions) -> tuple[Train
         for _ in range(BLOCKS)
     ]
     stock = LanguageModel(cfg.hidden, mixtures, cfg.dtype)
-    layers = [moeos.MoELayer(cfg, world, init=False).requires_grad_() for _ in range(BLOCKS)]
+    layers = [moeos.MoELayer(cfg, world, init=False) for _ in range(BLOCKS)]
     model = LanguageModel(cfg.hidden, layers, cfg.dtype).to(device)
     model.load_state_dict(stock.state_dict())
     trained = Trainer(model, world)

@@ -94,4 +94,4 @@ if not TYPE_CHECKING:  # or a name that is misspelt would have a type
         return found[name]
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+        return list(__all__)

@@ -322,13 +322,16 @@ def _value(default: object) -> str:
 
 def markdown(docstring: str) -> str:
     """A docstring in Markdown: below a line that ends with a colon, what is indented is a list, or
-    of `Returns:` a paragraph.
+    of `Returns:` a paragraph; behind a blank line it is code.
     """
     blocks: list[str] = []
     lines = docstring.splitlines()
     while lines:
         if not lines[0]:
             del lines[0]
+        elif lines[0].startswith(_INDENT):
+            code = "\n".join(one.removeprefix(_INDENT) for one in _take_paragraph(lines))
+            blocks.append(f"```python\n{code}\n```\n")
         elif _begins_section(lines):
             header, items = lines.pop(0), _take_items(lines)
             if header == "Returns:":

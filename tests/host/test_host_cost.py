@@ -190,7 +190,7 @@ def test_a_call_enters_few_functions_and_makes_nothing_that_the_one_before_has_m
 
 def test_each_call_is_one_launch_and_each_piece_of_it_one(encoded: list[int]) -> None:
     def rank_main(world: World) -> None:
-        made = layer.MoELayer(CFG, world)
+        made = layer.MoELayer(CFG, world).requires_grad_(False)
         assert made.experts is not None
         engine = made.experts.engine
         assert isinstance(engine, StandInEngine)
@@ -207,7 +207,7 @@ def test_each_call_is_one_launch_and_each_piece_of_it_one(encoded: list[int]) ->
 @pytest.mark.parametrize("given", [False, True], ids=["a new tensor", "out"])
 def test_a_call_whose_workspace_is_closed_launches_nothing(encoded: list[int], given: bool) -> None:
     def rank_main(world: World) -> None:
-        made = layer.MoELayer(CFG, world)
+        made = layer.MoELayer(CFG, world).requires_grad_(False)
         assert made.experts is not None
         engine = made.experts.engine
         assert isinstance(engine, StandInEngine)

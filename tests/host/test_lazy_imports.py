@@ -34,7 +34,7 @@ sys.meta_path.insert(0, watch)
 
 def rank_main(world):
     for name, (cfg, how) in LAYERS.items():
-        layer = moeos.MoELayer(cfg, world, **how)
+        layer = moeos.MoELayer(cfg, world, **how).requires_grad_(False)
         x = torch.randn(4, cfg.hidden, generator=torch.Generator().manual_seed(0))
         given = torch.tensor([[0, 1]] * 4, dtype=torch.int32), torch.ones(4, cfg.top_k)
         world.control.barrier("the layers are made")

@@ -644,7 +644,7 @@ def check_backward(
         why = f" of layers with activation_format {cfg.activation_format!r}, which rounds"
     elif out is not None:
         why = " of a call with out"
-        remedy = "leave out away, and copy what is returned"
+        remedy = "call it under torch.no_grad(), or leave out away and copy what is returned"
     elif why is None and odd is not None:
         name, tensor = odd
         why = f" of a {type(tensor).__name__}, which {name} is"

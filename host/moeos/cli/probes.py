@@ -230,6 +230,7 @@ def _twin_error() -> float:
         hidden=64, intermediate=96, experts=4, top_k=2, dtype=torch.float32, max_tokens=64
     )
 
+    @torch.no_grad()
     def call(world: moeos.World) -> tuple[moeos.MoELayer, torch.Tensor, torch.Tensor]:
         layer = moeos.MoELayer(cfg, world)
         x = torch.randn(48, cfg.hidden, generator=torch.Generator().manual_seed(world.rank))

@@ -218,6 +218,7 @@ def _run(world: moeos.World, options: RunOptions) -> int:
         return _call(world, options, plan)
 
 
+@torch.no_grad()
 def _call(world: moeos.World, options: RunOptions, plan: _Plan) -> int:
     """Makes the layer, calls it, compares and reports; the exit code."""
     speaks = world.rank == 0

@@ -186,6 +186,7 @@ def _run(world: moeos.World, options: TraceOptions) -> int:
     return _conclude(options, traces, _about(world, options, plan, group))
 
 
+@torch.no_grad()
 def _call(
     world: moeos.World, options: TraceOptions, plan: _Plan, group: dist.ProcessGroup | None
 ) -> list[RankTrace]:

@@ -8,7 +8,6 @@ This file knows nothing of ranks, heaps or engines.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -32,6 +31,7 @@ from moeos.config.hf.families import FAMILIES
 from moeos.config.hf.hf_config import config_from_hf
 from moeos.config.limits import DTYPES, MAX_EXPERTS
 from moeos.system.files import read_json, read_toml
+from moeos.system.spelling import nearest, told_nearest
 
 Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 RowMap = Literal["ragged", "capacity"]
@@ -480,7 +480,7 @@ class MoEConfig:
             if key not in fields:
                 raise ValueError(
                     f"unknown key {key!r}; the nearest valid one is "
-                    f"{_nearest(key, [*fields, *others])!r}"
+                    f"{nearest(key, [*fields, *others])!r}"
                 )
         names = [name for name in ("dtype", "router_dtype") if name in values]
         return {**values, **{name: _dtype_of(name, values[name]) for name in names}}
@@ -517,6 +517,11 @@ class MoEConfig:
             raise self._error(name, _one_of(value, allowed))
 
     def _check_dtypes(self) -> None:
+        for name in ("dtype", "router_dtype"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                meant = DTYPES[nearest(value.removeprefix("torch."), DTYPES)]
+                raise TypeError(_must_be(name, value, f"a torch.dtype, such as {meant}"))
         self._check_type("dtype", torch.dtype)
         if self.dtype not in DTYPES.values():
             raise self._error("dtype", f"one of {', '.join(map(str, DTYPES.values()))}")
@@ -672,6 +677,9 @@ class MoEConfig:
         return ValueError(_must_be(name, getattr(self, name), allowed))
 
 
+MoEConfig.__init__ = told_nearest("MoEConfig")(MoEConfig.__init__)  # type: ignore[method-assign]
+
+
 def digest_differences(first: str, second: str) -> dict[str, tuple[object, object]]:
     """The fields in which two configs, given by their digests, are not the same layer.
 
@@ -699,14 +707,7 @@ def _switch(key: str, values: Mapping[str, Any], *, default: bool) -> bool:
 
 def _one_of(value: str, allowed: Iterable[str]) -> str:
     names = list(allowed)
-    return f"one of {', '.join(names)}; the nearest valid one is {_nearest(value, names)!r}"
-
-
-def _nearest(word: str, allowed: Iterable[str]) -> str:
-    """The first name that begins with the word, else the one that is spelt most like it."""
-    names = list(allowed)
-    begun = (name for name in names if word and name.startswith(word.lower()))
-    return next(begun, None) or difflib.get_close_matches(word, names, n=1, cutoff=0.0)[0]
+    return f"one of {', '.join(names)}; the nearest valid one is {nearest(value, names)!r}"
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -24,6 +24,7 @@ from moeos.partition.placement import Placement
 from moeos.partition.policies import Layout, Reduce
 from moeos.partition.slicing import Output, Parallel, Slicing, digest, slicing_of
 from moeos.system import tensor_memory
+from moeos.system.spelling import told_nearest
 from moeos.world import agreement, interruption
 from moeos.world.control import name_ranks
 from moeos.world.tracing import RankTrace
@@ -77,6 +78,7 @@ class Experts:
             `MoELayer` computes.
     """
 
+    @told_nearest("Experts")
     def __init__(
         self,
         cfg: MoEConfig,

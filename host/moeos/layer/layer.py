@@ -8,6 +8,7 @@ experts in each call. It knows nothing of engines, heaps, tasks or how ranks tal
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import re
 import time
@@ -26,10 +27,11 @@ from moeos.engines import values
 from moeos.layer import moving, replacing, wrappers
 from moeos.layer.experts import Caller, Experts, check_supported, device_of, placement_of
 from moeos.partition import sharding
-from moeos.partition.placement import Placement
+from moeos.partition.placement import Placement, why_no_backward
 from moeos.partition.policies import Layout, Reduce
 from moeos.partition.slicing import Output, Parallel, slicing_of
 from moeos.system.held_signals import HeldSignals
+from moeos.system.spelling import told_nearest
 from moeos.world import agreement, interruption
 from moeos.world.tracing import RankTrace
 from moeos.world.world import Workspace, World, in_gates, require_workspace, require_world
@@ -61,6 +63,8 @@ _PART = re.compile(rf"{_EXPERT.pattern}|{_SLICE.pattern}")
 """Any of these."""
 _HALVED = ("w1", "b1", "shared_w1")
 """What names of tensors begin with that have a gate's rows and up rows."""
+_MOST_RUNS = 8
+"""Of consecutive experts that `print` shows."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """By their bytes."""
 
@@ -126,13 +130,23 @@ class Gate(nn.Module):
 class MoELayer(nn.Module):
     """An expert-parallel Mixture-of-Experts layer; one on each rank of a world.
 
+        with moeos.init() as world:
+            cfg = moeos.MoEConfig(hidden=256, intermediate=512, experts=16, top_k=2)
+            layer = moeos.MoELayer(cfg, world)
+            x = torch.randn(100, 256, dtype=cfg.dtype, device=layer.w1.device)
+            y = layer(x)
+            y.float().square().mean().backward()
+
     Collective: all ranks make it with the same config, and call it equally often; how many tokens a
     rank passes in a call is its own affair.
 
-    Its parameters are frozen until `requires_grad_(True)`. A call then has a backward, which is a
-    call of its own, as collective as the forward one: all ranks make the backwards of
-    their calls in one order, whichever. It has the gradients of x, of topk_weights and of all
-    parameters; what every rank holds whole gets those of this rank's tokens.
+    Its parameters require gradients, as those of any module do, so a call keeps what its backward
+    needs, unless it is made under `torch.no_grad()` or `torch.inference_mode()`. Parameters of a
+    layer that has no backward require none: one with `cfg.weight_format`, or whose placement holds
+    an expert on several ranks. A backward is a call of its own, as collective as the forward one:
+    all ranks make the backwards of their calls in one order, whichever. It has the gradients of x,
+    of topk_weights and of all parameters; what every rank holds whole gets those of this rank's
+    tokens.
 
     This rank holds X experts: those of `cfg.experts_of(rank, P)`, on the last ranks fewer than on
     others, or none; or those of `placement.ranks[rank]`.
@@ -196,6 +210,7 @@ class MoELayer(nn.Module):
     experts: Experts | None
     """What its calls go to; None in a layer from a pickle."""
 
+    @told_nearest("MoELayer")
     def __init__(
         self,
         cfg: MoEConfig,
@@ -637,8 +652,29 @@ class MoELayer(nn.Module):
     def extra_repr(self) -> str:
         """What `print` shows of the layer."""
         rank, ranks = self._place
-        state = "" if self.experts is not None else ", without a world"
-        return f"{self.cfg}, rank={rank}, world={ranks}{state}"
+        sliced = ""
+        if self._slicing.cuts:
+            sliced = f"slice {self._slicing.slice_of(rank)} of {self._slicing.slices} of "
+        parameters = dict(self.named_parameters())
+        frozen = [name for name, one in parameters.items() if not one.requires_grad]
+        learns = f"trainable but for {', '.join(frozen)}" if frozen else "trainable"
+        if len(frozen) == len(parameters):
+            learns = "frozen"
+        lines = [
+            f"rank {rank} of {ranks}: {sliced}{_told(self._own())} of {self.cfg.experts}, {learns}",
+            ", ".join(
+                f"{field.name}={getattr(self.cfg, field.name)!r}"
+                for field in dataclasses.fields(self.cfg)
+                if getattr(self.cfg, field.name) != field.default
+            ),
+            ", ".join(
+                f"{name} {str(one.dtype).removeprefix('torch.')} {list(one.shape)}"
+                for name, one in parameters.items()
+            ),
+        ]
+        if self.experts is None:
+            lines.append("without a world: call bind(world)")
+        return "\n".join(lines)
 
     def __copy__(self) -> MoELayer:
         """Another object for the same layer: parameters, engine and calls are shared."""
@@ -741,6 +777,7 @@ class MoELayer(nn.Module):
             scales = map(_parameter_like, call_checks.expected_shared_scales(cfg))
             self.shared_w1_scale, self.shared_w2_scale, *second = scales
             self.shared_w1_scale_2, self.shared_w2_scale_2 = second
+        nn.Module.requires_grad_(self, self._no_gradient() is None)
         if init:
             self._initialise_alike(world)
         self._use(world, apart, workspace)
@@ -848,15 +885,22 @@ class MoELayer(nn.Module):
                     getattr(self, name + end)[local].copy_(part)
 
     def requires_grad_(self, requires_grad: bool = True) -> MoELayer:
-        """See `nn.Module.requires_grad_`; raises `RuntimeError` in a layer with a format."""
-        if requires_grad and self.cfg.weight_format is not None:
-            raise RuntimeError(
-                f"requires_grad_(True) of a MoELayer with weight_format "
-                f"{self.cfg.weight_format!r}, whose codes and scales have no gradient: call it of "
-                "the model's other modules"
-            )
+        """See `nn.Module.requires_grad_`; raises `RuntimeError` in a layer that has no backward."""
+        why = self._no_gradient()
+        if requires_grad and why is not None:
+            raise RuntimeError(f"requires_grad_(True) of a MoELayer {why}")
         super().requires_grad_(requires_grad)
         return self
+
+    def _no_gradient(self) -> str | None:
+        """Why parameters have no gradient, in words that follow "a MoELayer"; None: they have."""
+        if self.cfg.weight_format is not None:
+            return (
+                f"with weight_format {self.cfg.weight_format!r}, whose codes and scales have no "
+                "gradient: call it of the model's other modules"
+            )
+        why = None if self._slicing.cuts else why_no_backward(self.placement)
+        return None if why is None else f"that has no backward{why}"
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MoELayer:
         """Moves what is the layer's, and not the tensor that orders the calls of all layers.
@@ -895,7 +939,9 @@ class MoELayer(nn.Module):
             raise TypeError(
                 f"{what} would become {dtype}; this MoELayer computes in {self.cfg.dtype}: "
                 "cast the model's other modules only, or, where its backend computes in "
-                f"{dtype}, make it with MoEConfig(dtype={dtype})"
+                f"{dtype}, make it with MoEConfig(dtype={dtype}). Nothing of this layer has "
+                "changed, but modules that the model cast before it may have another dtype now: "
+                f"cast them back with .to({self.cfg.dtype})"
             )
 
     def _save_to_state_dict(
@@ -1205,6 +1251,7 @@ class MoELayer(nn.Module):
             taken = {key: kept for key, kept in named.items() if kept is not None} | taken
         joined = self._join_slices(taken, prefix, errors)
         joined |= self._join_experts(taken, prefix, errors)
+        remedies: set[str] = set()
         for name in wrappers.EXPERTS:
             own, key = self._tensor_of(name), self._key(prefix, name)
             given = taken.get(key)
@@ -1217,8 +1264,10 @@ class MoELayer(nn.Module):
                 mine = self._mine_of(key, name, given, own)
             except ValueError as error:
                 errors.append(str(error))
+                remedies |= self._remedies_of_part(given, own)
                 mine = own  # neither missing nor of a wrong shape once more
             taken[key] = _apart(mine) if assigns and mine is not given else mine
+        errors += remedies
         for name in _EQUAL:
             shared, key = self._tensor_of(name), self._key(prefix, name)
             given = taken.get(key)
@@ -1235,6 +1284,20 @@ class MoELayer(nn.Module):
                     errors.append(str(error))
                     taken[key] = shared
         super()._load_from_state_dict(taken, prefix, *others)
+
+    def _remedies_of_part(self, given: torch.Tensor, own: torch.Tensor) -> set[str]:
+        """What is said besides where a tensor has some experts, as a rank of another world has."""
+        some = given.dim() == own.dim() and 0 < len(given) < self.cfg.experts
+        if sharding.is_dtensor(given) or not some or given.shape[1:] != own.shape[1:]:
+            return set()
+        return {
+            f"{len(given)} of {self.cfg.experts} experts are what one rank of a world of another "
+            "size has: save all of them there. Where torch.distributed has the ranks, use torch."
+            "distributed.checkpoint, or save what its state_dict.get_model_state_dict returns with "
+            "StateDictOptions(full_state_dict=True). Elsewhere make the layer with "
+            f"placement=moeos.Placement.chunk({self.cfg.experts}, world.size), whose state dict "
+            "names each expert, and save the state dicts of all ranks as one"
+        }
 
     def _require_loadable(self, key: str, name: str, dtype: torch.dtype) -> None:
         """Raises `ValueError` where PyTorch would convert codes, or numbers to codes, as if they
@@ -1320,6 +1383,21 @@ class MoELayer(nn.Module):
             "MoELayer cannot be used in nn.DataParallel, whose one process calls copies of it on "
             "several devices: start a process for each device, with torchrun or mpirun"
         )
+
+
+def _told(experts: Sequence[int]) -> str:
+    """Which experts these are, in words, of many places the first."""
+    if not experts:
+        return "no experts"
+    runs: list[list[int]] = []
+    for expert in experts:
+        if runs and expert == runs[-1][-1] + 1:
+            runs[-1][1:] = [expert]
+        else:
+            runs.append([expert])
+    named = [" to ".join(map(str, run)) for run in runs[:_MOST_RUNS]]
+    more = ", ..." if len(runs) > _MOST_RUNS else ""
+    return f"expert{'s' if len(experts) > 1 else ''} {', '.join(named)}{more}"
 
 
 def _shapes_of(cfg: MoEConfig) -> dict[str, tuple[int, int]]:

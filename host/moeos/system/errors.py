@@ -31,6 +31,32 @@ class NumericalError(ValueError):
     """
 
 
+class RankError(Exception):
+    """Which rank raised an error, and what it says; the first cause of that error.
+
+    Python prints causes first. So what a rank prints begins with this sentence, and the error's own
+    traceback follows.
+    """
+
+
+def tell_rank(error: BaseException, rank: str) -> None:
+    """Makes what Python prints of an error begin with who raised it, such as "rank 1 of 2"."""
+    if not isinstance(error, Exception):  # such as SystemExit, of which Python prints nothing
+        return
+    chain: list[BaseException] = [error]
+    while (before := _before(chain[-1])) is not None and before not in chain:
+        chain.append(before)
+    if not any(isinstance(one, RankError) for one in chain):
+        chain[-1].__cause__ = RankError(f"{rank}: {said(error).splitlines()[0]}")
+
+
+def _before(error: BaseException) -> BaseException | None:
+    """What Python prints before an error."""
+    if error.__cause__ is not None or error.__suppress_context__:
+        return error.__cause__
+    return error.__context__
+
+
 def in_job(ranks: Iterable[int], job: Sequence[int]) -> str:
     """The end of a message that names ranks of a world whose ranks the job knows by other numbers.
 

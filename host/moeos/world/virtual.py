@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from moeos.system.errors import PeerTimeout, said
+from moeos.system.errors import PeerTimeout, said, tell_rank
 from moeos.system.held_signals import HeldSignals
 from moeos.system.thread_limits import no_thread
 from moeos.world.bootstrap import choose_backend, rates_on, require_gpu
@@ -56,7 +56,8 @@ def run(
     trace_events: int = 0,
     faults: FaultPlan | None = None,
 ) -> list[Result]:
-    """Calls `fn(world)` for each virtual rank, each on a thread; the results in rank order.
+    """Calls `fn(world)` for each virtual rank, each on a thread; the results in rank order. These
+    threads are under `torch.no_grad` and `torch.inference_mode` where the caller is.
 
     The worlds are closed when all ranks have ended. If a rank raises, the others are made to leave
     their waits and calls, and its error is raised here, with a note that names the rank: of several
@@ -134,6 +135,7 @@ class _RankThreads(Generic[Result]):
         self.stuck: list[int] = []
         self._fn = fn
         self._worlds = worlds
+        self._modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         self._longest = deadline + MARGIN  # seconds in which ranks end that have to
         self._must_end: float | None = None  # the time by which all threads should have ended
         self._in_fn: set[int] = set()  # ranks
@@ -200,9 +202,14 @@ class _RankThreads(Generic[Result]):
         try:
             try:
                 self._in_fn.add(world.rank)
-                # By default one thread of autograd's runs the backwards of all who share a GPU, one
-                # behind the other, and a rank's waits for the others' calls.
-                with torch.autograd.set_multithreading_enabled(False):
+                inference, grad = self._modes
+                with (
+                    torch.inference_mode(inference),  # sets the other two as well
+                    torch.set_grad_enabled(grad),
+                    # By default one thread of autograd's runs the backwards of all who share a GPU,
+                    # one after the other, and a rank's waits for the others' calls.
+                    torch.autograd.set_multithreading_enabled(False),
+                ):
                     self.results[world.rank] = self._fn(world)
             finally:
                 self._in_fn.discard(world.rank)
@@ -271,6 +278,8 @@ def _root_cause(
     consequences = (PeerTimeout, threading.BrokenBarrierError)
     causes = [failure for failure in failures if not isinstance(failure[1], consequences)]
     rank, error = min(causes, key=lambda failure: failure[0]) if causes else failures[0]
+    if ranks > 1:
+        tell_rank(error, f"virtual rank {rank} of {ranks}")
     note = f"raised on virtual rank {rank} of {ranks}"
     if stuck:
         note += f"; virtual {name_ranks(stuck)} did not end in time"

@@ -26,7 +26,7 @@ from moeos.partition.rates import H200, DeviceRates
 from moeos.partition.sharding import Group
 from moeos.system import host_memory, program_end
 from moeos.system.call_gate import CallGate, stop_at_the_end
-from moeos.system.errors import said
+from moeos.system.errors import said, tell_rank
 from moeos.system.held_signals import HeldSignals
 from moeos.system.process import Home, settle
 from moeos.world import interruption
@@ -490,6 +490,8 @@ class World:
     ) -> None:
         if error is not None:
             self.abort(said(error))
+            if self.size > 1:
+                tell_rank(error, f"rank {self.rank} of {self.size}")
         self.close()
 
     def __copy__(self) -> World:

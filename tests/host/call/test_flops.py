@@ -91,7 +91,7 @@ def test_a_step_counts_what_the_stock_layer_counts(frozen: str) -> None:
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_a_layer_counts_among_other_modules_eager_and_compiled(backend: Any) -> None:
     def rank_main(world: World) -> tuple[int, Any]:
-        layer = MoELayer(PLAIN, world).requires_grad_()
+        layer = MoELayer(PLAIN, world)
         model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), layer)
         if backend is not None:
             model.compile(backend=backend)
@@ -113,7 +113,7 @@ def test_calls_of_each_way_count() -> None:
     gate = 2 * TOKENS * HIDDEN * EXPERTS
 
     def rank_main(world: World) -> dict[str, int]:
-        layer, held = MoELayer(PLAIN, world), Experts(PLAIN, world)
+        layer, held = MoELayer(PLAIN, world).requires_grad_(False), Experts(PLAIN, world)
         x, ids = rows(), torch.tensor([[0, 1]] * TOKENS, dtype=torch.int32)
         weights, out = torch.full((TOKENS, K), 0.5), torch.empty(TOKENS, HIDDEN)
         found = {
@@ -139,7 +139,7 @@ def test_calls_of_each_way_count() -> None:
 
 def test_a_main_grad_changes_no_count_and_no_gradient() -> None:
     def rank_main(world: World) -> None:
-        layer = MoELayer(PLAIN, world).requires_grad_()
+        layer = MoELayer(PLAIN, world)
         for one in layer.parameters():
             one.data.normal_(generator=torch.Generator().manual_seed(0))
             one.main_grad = torch.zeros_like(one)  # type: ignore[attr-defined]

@@ -37,7 +37,7 @@ class Model(nn.Module):
     def __init__(self, world: World) -> None:
         super().__init__()
         self.norm = nn.Linear(CFG.hidden, CFG.hidden)
-        self.mlp = MoELayer(CFG, world).requires_grad_(True)
+        self.mlp = MoELayer(CFG, world)
 
 
 def stepped(model: nn.Module, kind: Any = torch.optim.AdamW) -> torch.optim.Optimizer:
@@ -209,7 +209,7 @@ def test_a_moment_of_another_shape_is_warned_of_and_kept() -> None:
                 self.state[parameter]["table"] = torch.arange(7)
 
     def rank_main(world: World) -> bool:
-        model = MoELayer(CFG, world).requires_grad_(True)
+        model = MoELayer(CFG, world)
         optimizer = stepped(model, Counts)
         with pytest.warns(UserWarning, match=r"w1\.table in an optimizer's state has shape \[7\]"):
             state = optimizer.state_dict()

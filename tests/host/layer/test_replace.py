@@ -376,7 +376,7 @@ def test_layers_that_share_weights_on_some_ranks_do_not_move() -> None:
 @pytest.mark.parametrize("keep_vars", [False, True])
 def test_a_state_dict_from_before_stays_as_it_was(keep_vars: bool) -> None:
     def rank_main(world: World) -> None:
-        model = nn.Sequential(WEIGHTS.layer(world, placement=COPIES).requires_grad_(keep_vars))
+        model = nn.Sequential(WEIGHTS.layer(world, placement=COPIES)).requires_grad_(keep_vars)
         layer = model[0]
         assert isinstance(layer, MoELayer)
         state = model.state_dict(keep_vars=keep_vars)

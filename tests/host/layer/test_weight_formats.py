@@ -71,7 +71,7 @@ def same_tensors(layer: MoELayer, weights: Weights) -> bool:
         if own is not None and not (
             type(own) is nn.Parameter
             and own.dtype == wanted.dtype
-            and not own.requires_grad
+            and not (own.requires_grad and layer.cfg.weight_format)
             and torch.equal(own.view(torch.uint8), wanted.contiguous().view(torch.uint8))
         ):
             return False

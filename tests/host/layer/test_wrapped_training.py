@@ -361,9 +361,9 @@ def test_what_is_told_of_replicas_works_for_the_layer(kind: str) -> None:
                 layer = MoELayer(cfg, part, parallel="tensor")
             else:
                 layer = MoELayer(cfg, part, placement=twice if kind == "replicas" else None)
-            layer.requires_grad_()
+            model = nn.Sequential(nn.Linear(8, 8), layer).requires_grad_()
             layer.w1.requires_grad_(kind != "w2 alone")
-            DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), layer))
+            DistributedDataParallel(model)
         [text] = [str(one.message) for one in told if "MoELayer" in str(one.message)]
         return text
 
@@ -520,7 +520,7 @@ class Mixed(nn.Module):
         torch.manual_seed(0)
         self.before = nn.Linear(CFG.hidden, CFG.hidden)
         cfg = dataclasses.replace(CFG, dtype=torch.bfloat16, router_bias=False, **changes)
-        self.mlp = MoELayer(cfg, world).requires_grad_()
+        self.mlp = MoELayer(cfg, world)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.mlp(self.before(x))

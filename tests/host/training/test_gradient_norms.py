@@ -30,7 +30,7 @@ class Model(nn.Module):
     def __init__(self, world: World) -> None:
         super().__init__()
         self.norm = nn.Linear(CFG.hidden, CFG.hidden)
-        self.mlp = MoELayer(CFG, world).requires_grad_(True)
+        self.mlp = MoELayer(CFG, world)
         self.own = nn.Parameter(torch.zeros(1 + world.rank, 3))
         self.unused = nn.Parameter(torch.zeros(3))
 

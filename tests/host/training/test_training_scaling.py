@@ -42,7 +42,7 @@ def test_all_ranks_skip_a_step_where_one_has_an_infinity(
     step: Callable[[torch.amp.GradScaler, torch.optim.Optimizer], None], fused: bool, value: float
 ) -> None:
     def rank_main(world: World) -> list[bool]:
-        layer = MoELayer(CFG, world).requires_grad_(True)
+        layer = MoELayer(CFG, world)
         optimizer = torch.optim.SGD(layer.parameters(), lr=1.0, fused=fused)
         scaler = training.GradScaler("cpu", world=world, init_scale=SCALE)
         stepped = []
@@ -68,7 +68,7 @@ def test_a_rank_whose_optimizer_has_no_gradient_does_as_the_others(
     step: Callable[[torch.amp.GradScaler, torch.optim.Optimizer], None], fused: bool
 ) -> None:
     def rank_main(world: World) -> tuple[list[bool], float]:
-        layer = MoELayer(CFG, world).requires_grad_(True)
+        layer = MoELayer(CFG, world)
         optimizer = torch.optim.SGD(layer.parameters(), lr=1.0, fused=fused)
         scaler = training.GradScaler("cpu", world=world, init_scale=SCALE)
         stepped = []
@@ -90,7 +90,7 @@ def test_a_rank_whose_optimizer_has_no_gradient_does_as_the_others(
 
 def test_an_error_of_one_rank_comes_to_all_and_nobody_unscales() -> None:
     def rank_main(world: World) -> str:
-        layer = MoELayer(CFG, world).requires_grad_(True)
+        layer = MoELayer(CFG, world)
         layer.w1.grad = torch.full_like(layer.w1, SCALE)
         if world.rank == 1:
             layer.w2.main_grad = torch.ones_like(layer.w2)
@@ -118,7 +118,7 @@ def test_gradients_are_unscaled_once_and_on_all_ranks_whenever_a_signal_comes(
 
     def rank_main(world: World) -> list[bool]:
         signal.signal(signal.SIGUSR1, handler)
-        layer = MoELayer(CFG, world).requires_grad_(True)
+        layer = MoELayer(CFG, world)
         layer.w1.grad = torch.full_like(layer.w1, SCALE)
         optimizer = torch.optim.SGD([layer.w1], lr=1.0)
         scaler = training.GradScaler("cpu", world=world, init_scale=SCALE)
@@ -174,7 +174,7 @@ def test_gradients_are_unscaled_once_and_on_all_ranks_whenever_a_signal_comes(
 
 def test_a_main_grad_is_refused_by_name() -> None:
     def rank_main(world: World) -> None:
-        layer = MoELayer(CFG, world).requires_grad_(True)
+        layer = MoELayer(CFG, world)
         for parameter in layer.parameters():
             parameter.grad = torch.ones_like(parameter)
         layer.w2.main_grad = torch.ones_like(layer.w2)
@@ -192,7 +192,7 @@ def test_one_optimizer_has_dtensors_of_fully_shard_beside_plain_experts(
     step: Callable[[torch.amp.GradScaler, torch.optim.Optimizer], None],
 ) -> None:
     def rank_main(world: World) -> list[list[float]]:
-        layer = MoELayer(CFG, world).requires_grad_(True)
+        layer = MoELayer(CFG, world)
         other = fully_shard(nn.Linear(4, 4, bias=False))
         parameters: list[Any] = [other.weight, layer.w1]
         assert [isinstance(one, DTensor) for one in parameters] == [True, False]

@@ -293,7 +293,7 @@ import sys, threading, time, torch, moeos
 world = moeos.init(backend="twin", deadline={FAR})
 cfg = moeos.MoEConfig(hidden=64, intermediate=96, experts=8, top_k=2, dtype=torch.float32,
                       max_tokens=128)
-layer = moeos.MoELayer(cfg, world)
+layer = moeos.MoELayer(cfg, world).requires_grad_(False)
 x = torch.randn(128, 64)
 begun = threading.Event()
 
@@ -342,7 +342,7 @@ def test_a_program_that_ends_in_a_call_which_waits_for_a_peer_tells_the_peer() -
             over.set()
             return found.returncode, found.stdout, found.stderr
         with moeos.init(backend="twin", deadline=100.0) as world:  # as of AT_THE_END
-            layer = MoELayer(config(max_tokens=128), world)
+            layer = MoELayer(config(max_tokens=128), world).requires_grad_(False)
             assert over.wait(FAR)
             layer(torch.randn(128, 64))
         return None

@@ -320,7 +320,7 @@ def test_an_abort_amid_a_growth_in_the_same_thread_waits_for_nobody() -> None:
     """As a signal's handler begins one."""
     with moeos.init(backend="twin") as world:
         workspace = moeos.Workspace(world)
-        layer = MoELayer(SHAPES[0], world, workspace)
+        layer = MoELayer(SHAPES[0], world, workspace).requires_grad_(False)
         assert isinstance(workspace.shared, TwinWorkspace)
         with workspace.shared._lock:
             world.abort("amid a growth")
