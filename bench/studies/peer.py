@@ -155,7 +155,7 @@ class Peer(Study):
         for case in self.cases(into, asked):
             call = Call(case["shape"], case["tokens"], case["zipf"])
             if not layers:
-                plain = moeos.MoELayer(cfg, self.world)
+                plain = moeos.MoELayer(cfg, self.world).requires_grad_(False)
                 for place, number in enumerate(plain.placement.experts_of(self.world.rank)):
                     plain.w1[place], plain.w2[place] = self._expert(name, number)
                 layers[PLAIN] = plain
