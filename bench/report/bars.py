@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The times and ratios that the project has set itself for the layer on GPUs.
 
-A bar is a sum of the limits of the same case, see bench.gpu.one_rank: G is measured, F, W and
+A bar is a sum of the limits of the same case, see bench.studies.gpu: G is measured, F, W and
 N follow from measured rates. The one of a layer with formats is the same layer's time without.
 Knows results of single cases, and nothing of tables.
 """

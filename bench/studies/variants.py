@@ -39,6 +39,9 @@ def main(
     out: Out,
     config: Annotated[list[Path], typer.Option(help="A layer's TOML file; repeatable.")],
     tokens: Annotated[str, typer.Option(help="Token counts, comma between.")] = "1,2048",
+    late: Annotated[
+        float, typer.Option(help="Microseconds by which the last rank is late.", min=0, max=1e6)
+    ] = 0.0,
 ) -> None:
     """Times kernels of several source trees against each other."""
 
@@ -55,8 +58,9 @@ def main(
         )
         one.document["variants"] = differences(folders)
         for name, cfg in layers.items():
-            about = {"config": json.loads(cfg.digest())}
-            options.measure(one, name, about, counts, functools.partial(make, one, cfg, folders))
+            about = {"config": json.loads(cfg.digest()), "late": late * 1e-6}
+            made = functools.partial(make, one, cfg, folders, about["late"])
+            options.measure(one, name, about, counts, made)
 
     options.run("variants", out, body)
 
@@ -97,8 +101,10 @@ def _texts(folder: Path) -> dict[str, str]:
     return {str(file.relative_to(folder)): file.read_text(encoding="utf-8") for file in files}
 
 
-def make(one: Study, cfg: moeos.MoEConfig, folders: Mapping[str, Path]) -> options.Measure:
-    """A layer's measurement."""
+def make(
+    one: Study, cfg: moeos.MoEConfig, folders: Mapping[str, Path], late: float
+) -> options.Measure:
+    """A layer's measurement, the last rank late by so many seconds."""
     layer = moeos.MoELayer(cfg, one.world).requires_grad_(False)
     engines = {}
     # Each has its own: in another variant's sources things may lie elsewhere.
@@ -113,7 +119,8 @@ def make(one: Study, cfg: moeos.MoEConfig, folders: Mapping[str, Path]) -> optio
         ways = {
             name: functools.partial(engine.forward, calls[name]) for name, engine in engines.items()
         }
-        times = one.timed(ways, tokens)
+        delay = late if one.world.rank == one.world.size - 1 else 0.0
+        times = one.timed(ways, tokens, late=delay)
         for engine in engines.values():
             engine.check()
         first = next(iter(calls.values())).out
