@@ -40,7 +40,7 @@ struct Outcome {
   std::string fault;  // in words
 };
 
-/// The same arguments give the same outcome.
+/// Equal arguments give equal outcomes.
 Outcome explore(u64 seed, Strategy strategy, Scenario scenario);
 
 }  // namespace moeos::twin
