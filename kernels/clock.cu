@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A GPU's clock beside its host's: the host asks again and again what time it is, and the GPU
+// Compares a GPU's clock with its host's: the host asks repeatedly what time it is, and the GPU
 // answers.
 //
-// One thread, launched by host/moeos/engines/cuda/clock.py. Knows nothing of layers.
+// One thread, launched by host/moeos/engines/cuda/clock.py. Must not depend on: layers.
 #include "runtime/platform/cuda/platform.hpp"
 #include "runtime/words/base.hpp"
 
@@ -10,11 +10,12 @@ namespace moeos {
 
 using Machine = cuda::Machine<cuda::NoTransport, 1>;
 
-/// In the host's pinned memory. One line has what the host writes, the other what the GPU does.
+/// In the host's pinned memory. One cache line has what the host writes, the other what the GPU
+/// writes.
 struct ClockExchange {
-  Line<u64> asked;  // which question was the last
+  Line<u64> asked;  // number of the last question
   alignas(kCacheLine) u64 answered;
-  u64 answer_ns;  // of the GPU's clock
+  u64 answer_ns;  // on the GPU's clock
 };
 
 /// Answers questions 1 to `questions`; leaves early if one does not come before the deadline.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Formats in which experts' weights are stored, and tokens sent: codes of 8 or 4 bits, and scales
-// beside them.
+// Formats in which experts' weights are stored and tokens are sent quantized: codes of 8 or 4 bits,
+// with scales.
 //
 //   format        a code          its scale             one scale for
 //   plain         a number of the layer's type, without a scale
@@ -11,17 +11,18 @@
 //   nvfp4         e2m1            e4m3, and an fp32     16 columns of a row, and a matrix
 //   int4_group32  n + 8, 4 bits   BF16                  32 columns of a row
 //
-// A weight is its code times its scale, or scales. Of two codes in a byte the first is in the low
-// half. A gated w1 is two matrices, gate and up: the scales of all gate rows come first. So does
-// each matrix begin blocks of its own. Formats and names are those of the checkpoints in use: OCP
+// A weight is its code times its scale, or scales. The first of two codes in a byte is in the low
+// half. A gated w1 is two matrices, gate and up: the scales of all gate rows come first, and each
+// matrix begins blocks of its own. Formats and names are those of the checkpoints in use: OCP
 // Microscaling Formats 1.0 (e4m3, e2m1, e8m0, MXFP4); DeepSeek-V3, arXiv:2412.19437, section 3.3
 // (blocks).
 //
-// All numbers of 4-bit codes are e4m3 numbers, too, so such weights meet tokens of e4m3 exactly.
+// e4m3 represents every value of a 4-bit code, so such weights can be multiplied by e4m3 tokens
+// exactly.
 //
-// Tokens may be e4m3 with fp32 scales, too: fp8_group128, in groups of kTokenGroup. What lies
-// between two products then is so as well, in groups of kHiddenGroup, and results of experts may
-// be, in groups of kResultGroup. May not know: what is multiplied, and where weights lie.
+// Tokens may also be quantized to e4m3 with fp32 scales: fp8_group128, in groups of kTokenGroup.
+// Then rows between two products are quantized as well, in groups of kHiddenGroup, and results of
+// experts may be, in groups of kResultGroup. Must not depend on: products, where weights lie.
 #pragma once
 
 #include "runtime/words/base.hpp"
@@ -45,15 +46,15 @@ enum class ActivationFormat : u32 { plain = 0, fp8_group128 = 1 };
 /// Rows and columns of a block of fp8_block128.
 inline constexpr u32 kScaleBlock = 128;
 /// Elements of a token, and of a row between two products, that have one scale. A part of a gated
-/// first product makes kHiddenGroup of them at least, so it knows its groups alone.
+/// GEMM0 makes at least kHiddenGroup of them, so no group spans two parts.
 inline constexpr u32 kTokenGroup = 128;
 inline constexpr u32 kHiddenGroup = 64;
-/// And of an expert's result. A part of a second product makes whole groups.
+/// Elements of an expert's result that have one scale. A part of GEMM1 makes whole groups.
 inline constexpr u32 kResultGroup = 128;
-/// The largest number of an e4m3 code.
+/// The largest e4m3 number.
 inline constexpr float kE4m3Most = 448.0F;
-/// What the largest magnitude of a group of a row counts for at least, 2^-100. So neither scales
-/// nor their inverses are subnormal or infinite.
+/// The lower bound of the largest magnitude of a group of a row, 2^-100. So neither scales nor
+/// their inverses are subnormal or infinite.
 inline constexpr float kLeastDivisor = __builtin_bit_cast(float, (127U - 100U) << 23);
 
 constexpr bool is_fp8(WeightFormat format) {
@@ -62,7 +63,7 @@ constexpr bool is_fp8(WeightFormat format) {
 }
 /// Bits of a code; plain weights have none.
 constexpr u32 code_bits(WeightFormat format) { return is_fp8(format) ? 8 : 4; }
-/// Bytes of a scale; the fp32 one that nvfp4 has besides does not count.
+/// Bytes of a scale, not counting the additional fp32 scale of nvfp4.
 constexpr u32 scale_bytes(WeightFormat format) {
   return is_fp8(format) ? 4 : format == WeightFormat::int4_group32 ? 2 : 1;
 }
@@ -84,22 +85,22 @@ constexpr u32 scale_columns(WeightFormat format, u32 depth) {
 constexpr u32 scales_of_row(WeightFormat format, u32 depth) {
   return ceil_div(depth, scale_columns(format, depth));
 }
-/// Which row of its matrix' scales a row of weights has.
+/// The row of its matrix's scales that a row of weights has.
 constexpr u32 scale_row(WeightFormat format, u32 row) {
   return format == WeightFormat::fp8_tensor     ? 0
          : format == WeightFormat::fp8_block128 ? row / kScaleBlock
                                                 : row;
 }
-/// Rows of scales of a matrix of so many rows.
+/// Rows of scales of a matrix of `rows` rows.
 constexpr u32 scale_rows(WeightFormat format, u32 rows) { return scale_row(format, rows - 1) + 1; }
 
-// Of the functions below none computes with subnormal fp32 numbers, which kernels may take for 0.
+// None of the functions below computes with subnormal fp32 numbers, which kernels may flush to 0.
 
 /// The number of an e4m3 code: a sign, 4 bits of exponent with bias 7, 3 of mantissa; NaN is 0x7F.
 constexpr float e4m3(u8 code) {
   const u32 sign = u32{code} >> 7 << 31;
   const u32 rest = code & 0x7FU;
-  // As a multiple of the least number, 2^-9: mantissas of exponents but 0 have a leading one.
+  // As a multiple of the least number, 2^-9: mantissas have a leading one unless the exponent is 0.
   constexpr float kLeast = __builtin_bit_cast(float, (127U - 9U) << 23);
   const u32 exponent = rest >> 3;
   const u32 leading = exponent != 0 ? 1 : 0;
@@ -108,8 +109,8 @@ constexpr float e4m3(u8 code) {
   const u32 nan = rest == 0x7F ? 0x7FC00000U : 0U;
   return __builtin_bit_cast(float, sign | nan | __builtin_bit_cast(u32, magnitude));
 }
-/// The e4m3 code nearest to a number, of two the even one; beyond the largest that one. 0x7F of a
-/// NaN.
+/// The e4m3 code nearest to a number, the even one of two; numbers beyond the largest become the
+/// largest. 0x7F for a NaN.
 constexpr u8 to_e4m3(float value) {
   constexpr u32 kLeastNormal = (127U - 6U) << 23;
   const u32 bits = __builtin_bit_cast(u32, value);
@@ -130,46 +131,45 @@ constexpr u8 to_e4m3(float value) {
   return static_cast<u8>(code | bits >> 31 << 7);
 }
 
-/// How the numbers of a group become codes: times `inverse`. A code's number is itself times
-/// `scale`.
+/// How the numbers of a group are quantized: times `inverse`. A code is dequantized times `scale`.
 struct GroupScale {
   float scale;
   float inverse;
 };
-/// Of a group with this largest magnitude.
+/// The scale of a group with this largest magnitude.
 constexpr GroupScale group_scale(float largest) {
   const float divisor = largest < kLeastDivisor ? kLeastDivisor : largest;  // a NaN stays one
   return {divisor * (1.0F / kE4m3Most), kE4m3Most / divisor};
 }
-/// Bytes of a row of so many codes, and of their scales behind them, padded.
+/// Bytes of a row of `values` codes followed by their scales, padded.
 constexpr u32 coded_row_bytes(u32 values, u32 group, u32 multiple = 16) {
   return align_up(values + values / group * static_cast<u32>(sizeof(float)), multiple);
 }
-/// Of a result of so many. The codes of a group are a cache line, because links carry 128 bytes of
-/// one row faster than 64 bytes of each of two rows.
+/// Bytes of a quantized result of `values` elements. The codes of a group are a cache line, because
+/// links carry 128 bytes of one row faster than 64 bytes of each of two rows.
 constexpr u32 coded_result_bytes(u32 values) {
   static_assert(kResultGroup == kCacheLine);
   return coded_row_bytes(values, kResultGroup, kCacheLine);
 }
 
-/// Of an e2m1 code, its lower 4 bits: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and the same with a sign.
+/// The number of an e2m1 code, its lower 4 bits: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and these with a sign.
 constexpr float e2m1(u32 code) {
   constexpr u32 kDoubled = 0xC8643210U;
   const u32 doubled = kDoubled >> (4 * (code & 7U)) & 15U;
   const float magnitude = static_cast<float>(static_cast<i32>(doubled)) * 0.5F;
   return __builtin_bit_cast(float, (code & 8U) << 28 | __builtin_bit_cast(u32, magnitude));
 }
-/// Of an e8m0 code: 2^(code - 127), of which the least is subnormal; NaN is 0xFF.
+/// The number of an e8m0 code: 2^(code - 127), of which the least is subnormal; NaN is 0xFF.
 constexpr float e8m0(u8 code) {
   return code == 0xFF ? __builtin_bit_cast(float, 0x7FC00000U)
          : code == 0  ? __builtin_bit_cast(float, 0x00400000U)
                       : __builtin_bit_cast(float, u32{code} << 23);
 }
-/// Of a 4-bit integer that is stored with 8 added.
+/// The number of a 4-bit integer that is stored with 8 added.
 constexpr float int4(u32 code) { return static_cast<float>(static_cast<i32>(code & 15U) - 8); }
-/// Of a BF16 number's bits.
+/// The number of a BF16 number's bits.
 constexpr float bf16(u16 bits) { return __builtin_bit_cast(float, u32{bits} << 16); }
-/// The nearest BF16 number's bits, of two the even one's; keeps NaN a NaN.
+/// The nearest BF16 number's bits, the even one's of two; keeps NaN a NaN.
 constexpr u16 to_bf16(float value) {
   const u32 bits = __builtin_bit_cast(u32, value);
   return static_cast<u16>(value != value ? bits >> 16 | 0x40U

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // A link between two GPUs, used as a layer uses it: rows are stored into the peer's memory, a flag
-// releases them, and a credit comes back by an atomic add. And a stream of stores, to be timed.
+// releases them, and a credit comes back by an atomic add. Also a stream of stores, to be timed.
 //
 // The sender and the receiver of a link run at the same time, one block on each GPU. Launched by
-// host/moeos/cli/links.py; knows nothing of layers.
+// host/moeos/cli/links.py. Must not depend on: layers.
 #include "runtime/platform/cuda/platform.hpp"
 #include "runtime/words/base.hpp"
 
@@ -11,9 +11,9 @@ namespace moeos {
 
 using Machine = cuda::Machine<cuda::NoTransport, 1>;
 
-/// What a sender or a receiver tells the host.
+/// What a sender or a receiver reports to the host.
 struct LinkReport {
-  u64 rounds;     // that ended well
+  u64 rounds;     // rounds that ended well
   u64 wrong;      // 16-byte words that were not what the sender had stored
   u64 timed_out;  // 1 if the peer did not answer before the deadline
 };
@@ -21,7 +21,7 @@ struct LinkReport {
 /// In a flag: no round follows.
 inline constexpr u32 kLastRound = 1U << 31;
 
-/// The word at place i in a round; no two rounds of a test have the same words.
+/// The word at index i in a round; no two rounds of a test have the same words.
 inline uint4 pattern(u32 seed, u32 round, u32 i) {
   const u32 mixed = (i * 0x9E3779B9U) ^ (round * 0x85EBCA6BU) ^ seed;
   return uint4{mixed, ~mixed, mixed + round, mixed ^ i};
@@ -42,7 +42,7 @@ inline bool wait_for(const u32* word, u64 deadline_ns, Predicate is_there) {
   return true;
 }
 
-/// Stores a fresh pattern into `payload`, which is the peer's, again and again for `duration_ns`.
+/// Stores a fresh pattern into `payload`, which is the peer's, repeatedly for `duration_ns`.
 /// `credit` is this GPU's: the rounds that the receiver has read.
 extern "C" __global__ void moeos_link_send(uint4* payload, u32* flag, const u32* credit, u32 words,
                                            u32 seed, u64 duration_ns, u64 deadline_ns,
@@ -93,7 +93,7 @@ extern "C" __global__ void moeos_link_receive(const uint4* payload, const u32* f
     if (!arrived) {
       break;
     }
-    ends = last;  // before the count's barrier, behind which `last` may be the next round's
+    ends = last;  // before the count's barrier, after which `last` may be the next round's
     for (u32 first = 0; first < words; first += blockDim.x) {
       const u32 i = first + threadIdx.x;
       bool differs = false;
@@ -114,7 +114,7 @@ extern "C" __global__ void moeos_link_receive(const uint4* payload, const u32* f
   }
 }
 
-/// Stores 16 bytes a thread and step, all over `to`.
+/// Stores 16 bytes per thread and step, over all of `to`.
 extern "C" __global__ void moeos_link_stream(uint4* to, u64 words) {
   const u64 threads = u64{gridDim.x} * blockDim.x;
   for (u64 i = u64{blockIdx.x} * blockDim.x + threadIdx.x; i < words; i += threads) {

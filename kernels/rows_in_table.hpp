@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Plan's rows for the host: the counts of any number of sources for each expert of a rank.
 //
-// `moeos plan` asks it what a call has to do, and tests whether everyone else plans the same
-// (tests/native/plan/test_plan.cpp). May not know: registers, lanes, memory of a rank.
+// `moeos plan` asks it what a call has to do, and tests check that processors make the same plan
+// (tests/native/plan/test_plan.cpp). Must not depend on: registers, lanes, memory of a rank.
 #pragma once
 
 #include "runtime/plan/plan.hpp"
@@ -12,7 +12,7 @@
 
 namespace moeos {
 
-/// Who is alone has all experts.
+/// A single lane, which has all experts.
 struct OneLane {
   static constexpr u32 kLanes = 1;
   static constexpr u32 lane() { return 0; }
@@ -25,7 +25,7 @@ struct OneLane {
 
 /// Rows of all experts of a rank, from any number of sources. `Count`: count(source, expert).
 ///
-/// Its segments' first rows count from the first one that the source has for the expert.
+/// The first rows of its segments count from the source's first row for the expert.
 template <class Count>
 class RowsInTable {
  public:
@@ -37,7 +37,7 @@ class RowsInTable {
 
   constexpr const Geometry& geometry() const { return geometry_; }
   constexpr u32 epoch() const { return epoch_; }
-  /// Experts of a lane, and its first one.
+  /// The number of a lane's experts, and the first of them.
   constexpr u32 experts_each() const { return geometry_.local_experts(); }
   constexpr u32 first_expert() const { return 0; }
 
@@ -57,13 +57,13 @@ class RowsInTable {
     return {full + merged.tiles, full * geometry_.tile_rows + merged.rows, narrow};
   }
 
-  /// Goes through a lane's experts: before the first one, looks at the i-th, and passes it; unless
-  /// one has been found, or does not pass.
+  /// Goes through a lane's experts: begins before the first one, looks at the i-th, and passes it,
+  /// unless one has been found or does not pass.
   constexpr At first() const { return 0; }
   constexpr void look(At& /*at*/, u32 /*i*/, bool /*found*/) const {}
   constexpr void pass(At& at, u32 /*i*/, bool passes) const { at += passes ? 1 : 0; }
 
-  /// Tile `nth` of an expert, whose segments it writes; `owner`: the lane that has found it.
+  /// Writes the segments of tile `nth` of an expert; `owner`: the lane that has found it.
   constexpr TileRows tile(u32 expert, At /*at*/, u32 nth, u32 /*owner*/, Task& task) const {
     const u32 full = full_tiles(expert);
     const u32 tile_rows = geometry_.tile_rows;
@@ -89,7 +89,7 @@ class RowsInTable {
         });
     return found;
   }
-  /// Whose tokens a first GEMM's rows are, where they are read in place.
+  /// Notes the tokens of GEMM0's rows, where these are read in place.
   constexpr void note_tokens(Task& /*task*/) const {}
 
  private:
@@ -109,7 +109,7 @@ class RowsInTable {
   Count count_;
 };
 
-/// The plan of such counts.
+/// The plan of these counts.
 template <class Count>
 constexpr auto plan_table(const Geometry& geometry, u32 epoch, Count count) {
   Plan<OneLane, RowsInTable<Count>> plan(RowsInTable<Count>(geometry, epoch, count));

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the runtimes of all machines have in common, as a Python module: sizes of a layer, kinds,
 // and records. host/moeos/config/sizes.py gives the fields of Geometry and LayerShape by their
-// names, and reads what the runtime derives from them; host/moeos/config/records.py reads what lies
-// where in a record.
+// names, and reads what the runtime derives from them; host/moeos/config/records.py reads the
+// layout of records.
 //
-// May not know: the twin; the GPU's tiles.
+// Must not depend on: the twin; the GPU's tiles.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -50,7 +50,7 @@ void require(bool holds, const std::string& what) {
 
 // --- Fields by their names ---
 
-/// What a field is in Python: an enumerator is its number.
+/// A field's value in Python: an enumerator is its number.
 template <class T>
 auto to_python(T value) {
   if constexpr (std::is_enum_v<T>) {
@@ -60,7 +60,7 @@ auto to_python(T value) {
   }
 }
 
-/// Takes fields out of a dict; what is left in it in the end is no field.
+/// Takes fields out of a dict; what is left at the end is no field.
 class Fields {
  public:
   explicit Fields(const nb::dict& fields) : left_(nb::steal<nb::dict>(PyDict_Copy(fields.ptr()))) {}
@@ -94,7 +94,7 @@ void Fields::take(const char* name, Activation& activation) {
   nb::del(left_[name]);
 }
 
-/// A field's value in C++, as any compiler reads it back bit by bit.
+/// A field's value in C++, which any compiler reads back bit by bit.
 std::string text(u32 value) { return std::to_string(value); }
 std::string text(bool value) { return value ? "true" : "false"; }
 std::string text(float value) {
@@ -250,11 +250,12 @@ nb::dict offsets_of(const Sizes& sizes) {
   return offsets;
 }
 
-/// A tile: its padded rows, and its segments: (source, first of its rows for the expert, rows).
+/// A tile: its padded rows, and its segments: (source, the first row among the source's rows for
+/// the expert, rows).
 using PlannedTile = std::pair<u32, std::vector<std::tuple<u32, u32, u32>>>;
 
-/// The tiles of each expert of a rank, and parts of all first GEMMs and of all second ones, of a
-/// call that is planned up front. `rows`: of each expert, from each source.
+/// The tiles of each expert of a rank, and the parts of all of GEMM0 and of all of GEMM1, of a call
+/// that is planned up front. `rows`: for each expert, from each source.
 std::tuple<std::vector<std::vector<PlannedTile>>, u32, u32> plan_of(
     const Sizes& sizes, const std::vector<std::vector<u32>>& rows) {
   const Geometry& geometry = sizes.geometry;
@@ -303,8 +304,8 @@ std::string upper(std::string name) {
   return name;
 }
 
-/// A field as numpy has it: its name, its type or another record's name, where it lies, and how
-/// many there are; 0: it is no array.
+/// A field as numpy has it: its name, its type or another record's name, its offset, and its
+/// length; 0: it is no array.
 using Field = std::tuple<std::string, std::string, u64, u64>;
 
 template <class T>
@@ -344,7 +345,8 @@ Failure to_failure(const nb::bytes& record) {
 }  // namespace
 
 NB_MODULE(_runtime, module) {
-  // nanobind would end the process at a type that it has; the package imports this module first.
+  // nanobind would end the process at a type that it already has; the package imports this module
+  // first.
   static bool made = false;
   if (made) {
     throw nb::import_error(

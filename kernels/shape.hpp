@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a layer computes, as opposed to how its rows travel: the numbers that only kernels/ may
-// know. Its numbers are in shape.def and activation.def.
+// depend on. The fields are in shape.def and activation.def.
 //
 // The enumerators are the values that the host passes; host/moeos/config/config.py and
 // host/moeos/config/activations.py have the names.
@@ -11,25 +11,27 @@
 
 namespace moeos {
 
-/// Also "no limit". NVRTC has no <limits>.
+/// Also stands for "no limit". NVRTC has no <limits>.
 inline constexpr float kInfinity = __builtin_bit_cast(float, 0x7F800000U);
 
 /// Functions of one number z: z sigmoid(alpha z), GELU, GELU with tanh, max(z, 0), its square, z.
 enum class Curve : u32 { swish = 0, gelu = 1, gelu_tanh = 2, relu = 3, relu2 = 4, identity = 5 };
-/// What is computed between the two GEMMs; host/moeos/config/activations.py has the numbers of
-/// those in use. Of one number: its curve. Gated, of two: curve(gate) * (up + up_offset), with both
+/// The function between the two GEMMs; host/moeos/config/activations.py has the values of those in
+/// use. Ungated, of one number: its curve. Gated, of two: curve(gate) * (up + up_offset), with both
 /// clamped.
 struct Activation {
 #define FIELD(type, name) type name;
 #include "kernels/activation.def"
 };
-/// Of a logit l: softmax over the experts, 1 / (1 + exp(-l)), sqrt(log(1 + exp(l))) (DeepSeek-V4).
+/// The score of a logit l: softmax over the experts, 1 / (1 + exp(-l)), sqrt(log(1 + exp(l)))
+/// (DeepSeek-V4).
 enum class Scoring : u32 { softmax = 0, sigmoid = 1, sqrtsoftplus = 2 };
-/// Below this log(1 + exp(l)) is exp(l) as fp32 has it.
+/// Below this, log(1 + exp(l)) is exp(l) in fp32.
 inline constexpr float kSoftplusTail = -17.0F;
-/// Above, it is l.
+/// Above this, it is l.
 inline constexpr float kSoftplusLinear = 17.0F;
-/// Of its experts' selection scores: the sum of the two best (DeepSeek-V3), the best (DeepSeek-V2).
+/// The score of a group, from its experts' selection scores: the sum of the two best (DeepSeek-V3),
+/// the best (DeepSeek-V2).
 enum class GroupScore : u32 { top2_sum = 0, max = 1 };
 
 /// Where an expert's gate rows and up rows lie: all gate rows of w1, then all up rows; gate row i
@@ -46,13 +48,13 @@ struct LayerShape {
     return expert_groups == 1 || group_score == GroupScore::max;
   }
   constexpr bool gated() const { return activation.is_gated; }
-  /// Whether rows are codes where they are sent, and between the two products.
+  /// Whether rows are quantized where they are sent, and between the two products.
   constexpr bool codes_rows() const { return activation_format != ActivationFormat::plain; }
-  /// Whether experts' results are codes where they return; rows then are, too.
+  /// Whether experts' results are quantized where they return; rows are then quantized, too.
   constexpr bool codes_results() const { return result_format != ActivationFormat::plain; }
   /// Rows of w1: gate rows, then up rows, when gated.
   constexpr u32 w1_rows() const { return w1_rows_of(intermediate); }
-  /// The same of an MLP with so many values between its two products.
+  /// Rows of w1 of an MLP with `values` values between its two products.
   constexpr u32 w1_rows_of(u32 values) const { return gated() ? 2 * values : values; }
 };
 

@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// The greatest logits of each row, of equal ones the first, and their softmax.
+// The greatest logits of each row, the first among equals, and their softmax.
 //
 // A group of lanes has a row. Each lane keeps the best of its own logits in registers, in order,
-// and lanes merge what they kept. All of it is compare and exchange at places that the compiler
-// knows. A key has a logit's order above its place, so no two keys of a row are equal: of 16-bit
-// logits both fit 32 bits, of fp32 ones 64.
+// and lanes merge what they kept. All of it is compare and exchange at indices that the compiler
+// knows. A key has a logit's order in its upper half and its index in its lower half, so no two
+// keys of a row are equal: both fit 32 bits for 16-bit logits, and 64 bits for fp32 ones.
 //
 // MOEOS_TYPE: 0 fp32, 1 bfloat16, 2 float16. MOEOS_KEPT: keys that a lane keeps, a power of two.
-// Launched by host/moeos/engines/cuda/topk.py. Knows nothing of layers.
+// Launched by host/moeos/engines/cuda/topk.py. Must not depend on: layers.
 #include "kernels/sm90/ptx/element.cuh"
 #include "runtime/words/base.hpp"
 
 namespace moeos::topk {
 
-/// How logits are stored, and read as fp32; kInfinity is the magnitude behind which NaNs begin.
+/// How logits are stored, and read as fp32; magnitudes beyond kInfinity are NaNs.
 template <u32 kType>
 struct TypeOf;
 template <>
@@ -48,11 +48,11 @@ inline constexpr Bits kSign = static_cast<Bits>(1U << (kBits - 1));
 inline constexpr Bits kAll = static_cast<Bits>(~0U);
 static_assert(sizeof(Key) == 2 * sizeof(Bits) && (kKept & (kKept - 1)) == 0);
 
-/// What weights are shares of; numbered as in host/moeos/engines/cuda/topk.py.
+/// The total of which weights are shares; numbered as in host/moeos/engines/cuda/topk.py.
 enum class Softmax : u32 { none, all, chosen };
 
-/// Greater for what is chosen first: NaN, then the numbers, with -0 as 0, and of equals the first.
-/// Never 0, which is the key of no logit.
+/// Greater for what is chosen first: NaN, then the numbers, with -0 as 0, and the first among
+/// equals. Never 0, which is the key of no logit.
 inline Key key_of(Bits bits, u32 place) {
   const Bits magnitude = static_cast<Bits>(bits & ~kSign);
   Bits order = static_cast<Bits>((bits & kSign) != 0 ? ~bits : bits | kSign);
@@ -63,7 +63,7 @@ inline Key key_of(Bits bits, u32 place) {
 
 inline u32 place_of(Key key) { return kAll - static_cast<Bits>(key); }
 
-/// The logit of a key, whose -0 is 0.
+/// The logit of a key; -0 becomes 0.
 inline float logit_of(Key key) {
   const Bits order = static_cast<Bits>(key >> kBits);
   return Type::read(static_cast<Bits>((order & kSign) != 0 ? order & ~kSign : ~order));
@@ -75,7 +75,7 @@ inline void exchange(Key& first, Key& second) {
   first = greater;
 }
 
-/// Batcher's merge of two falling runs, one behind the other, of every kStep-th key.
+/// Batcher's merge of two consecutive falling runs, of every kStep-th key.
 template <u32 kFirst, u32 kCount, u32 kStep>
 inline void merge_runs(Key (&keys)[kKept]) {
   if constexpr (2 * kStep < kCount) {
@@ -100,7 +100,7 @@ inline void sort(Key (&keys)[kKept]) {
   }
 }
 
-/// Sorts what first falls and then rises, or the other way round.
+/// Sorts keys that first fall and then rise, or the reverse.
 template <u32 kFirst = 0, u32 kCount = kKept>
 inline void sort_bitonic(Key (&keys)[kKept]) {
   if constexpr (kCount > 1) {
@@ -113,7 +113,8 @@ inline void sort_bitonic(Key (&keys)[kKept]) {
   }
 }
 
-/// A row by a group of `lanes` lanes, of which this is number `lane`; all lanes of a warp call it.
+/// A row processed by a group of `lanes` lanes, of which this is number `lane`; all lanes of a warp
+/// call it.
 struct Row {
   const Bits* logits;
   u32 count;
@@ -159,8 +160,8 @@ struct Row {
   }
 
  private:
-  /// The best of two falling runs. Of the first of one and the last of the other, and so on, the
-  /// greater ones are those, and bitonic.
+  /// The best of two falling runs. The greater of the first of one and the last of the other, and
+  /// so on, are the best, and they are bitonic.
   template <class Other>
   static void merge(Key (&best)[kKept], Other other) {
 #pragma unroll
@@ -171,8 +172,8 @@ struct Row {
   }
 };
 
-/// For each of `rows` rows of `count` logits: the places of its `chosen` best, int64, and the
-/// logits as they are, or with a softmax fp32 weights.
+/// For each of `rows` rows of `count` logits: the indices of its `chosen` best, int64, and the
+/// logits unchanged, or with a softmax fp32 weights.
 extern "C" __global__ void __launch_bounds__(256)
     moeos_topk(const Bits* logits, u64 rows, u32 count, u32 chosen, u32 lanes, Softmax softmax,
                void* values, i64* places) {

@@ -30,7 +30,7 @@ inline float curve_of(const Activation& activation, float x) {
 /// Comparisons, because std::fmin would turn a NaN into the limit.
 inline float clamp_above(float x, float limit) { return x > limit ? limit : x; }
 
-/// Of gate and up of one hidden unit.
+/// A gated activation of gate and up of one hidden unit.
 inline float gated(const Activation& activation, float gate, float up) {
   const float limit = activation.limit;
   const float factor = activation.clamps_after ? clamp_above(curve_of(activation, gate), limit)
@@ -66,10 +66,10 @@ inline float slope_of(const Activation& activation, float x) {
   }
 }
 
-/// What an activation makes of one hidden unit, and its derivatives.
+/// The value of an activation for one hidden unit, and its derivatives.
 struct Activated {
   float value;
-  float by_gate;  // or by the only number
+  float by_gate;  // or by the only argument
   float by_up;    // if gated
 };
 

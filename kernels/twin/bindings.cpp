@@ -57,7 +57,7 @@ PlaceTable to_table(const Geometry& geometry, const std::vector<u32>& from,
 }
 
 /// Runs the handlers of signals that have come, as Python does between two instructions, and keeps
-/// what one of them raises. Only the process's first thread runs handlers.
+/// an exception that one raises. Only the process's first thread runs handlers.
 class Signals {
  public:
   static bool come_to_this_thread() { return getpid() == gettid(); }
@@ -80,7 +80,7 @@ class Signals {
   std::optional<nb::python_error> error_;
 };
 
-/// A call of a rank; raises what a signal's handler has raised meanwhile.
+/// Runs a call of a rank; raises an exception that a signal's handler has raised meanwhile.
 Failure run_call(TwinRank& rank, TwinRecords& records, const Operands& operands, u32 tokens,
                  u32 pair_limit, u32 identity, u32 inputs) {
   Signals signals;
@@ -115,7 +115,7 @@ nb::tuple counters_of(const TwinRecords& records) {
                         nb::bytes(memory.peer_records, geometry.world * sizeof(PeerRecord)));
 }
 
-/// What its actors noted of the last call: how many events each, and the events.
+/// What the layer's actors noted of the last call: the number of events of each, and the events.
 nb::tuple trace_of(const TwinRecords& records) {
   const RankMemory memory = records.memory();
   const u64 actors = records.geometry().trace_actors();
@@ -131,7 +131,7 @@ NB_MODULE(_twin, module) {
     try {
       std::rethrow_exception(thrown);
     } catch (const std::system_error& error) {
-      // what() is what was tried and then the code's sentence, which Python has as well.
+      // what() is what was tried, then the message of the code, which Python has as well.
       const std::string what = error.what();
       const std::string sentence = ": " + error.code().message();
       const nb::tuple said =
@@ -143,7 +143,7 @@ NB_MODULE(_twin, module) {
   // A daemon thread that is in a call when the program ends stands still and keeps what it uses,
   // and a forked child never frees what its parent's other threads hold.
   nb::set_leak_warnings(false);
-  nb::module_::import_("moeos._runtime");  // whose types are used here
+  nb::module_::import_("moeos._runtime");  // which has the types used here
   module.attr("GATED_COLUMNS") = kGatedColumns;
   module.attr("PLAIN_COLUMNS") = kPlainColumns;
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of e4m3 codes with their fp32 scales behind them (kernels/element_formats.hpp): made of fp32
-// numbers, packed for a product as the numbers that they stand for, and added up as these.
+// Rows of e4m3 codes followed by their fp32 scales (kernels/element_formats.hpp): quantized from
+// fp32, dequantized and packed for a product, and added up.
 //
-// May not know: where rows lie, and what they are multiplied by.
+// Must not depend on: where rows lie; the products that use them.
 #pragma once
 
 #include <cmath>
@@ -14,8 +14,8 @@
 
 namespace moeos::twin {
 
-/// The codes of `count` numbers, and a scale for each `group` of them, of which `count` is a
-/// multiple. `weight`: what multiplies them all, and so the scales.
+/// Quantizes `count` numbers: codes, and a scale for each `group` of them, of which `count` is a
+/// multiple. `weight`: a factor of all numbers, and so of the scales.
 inline void code_numbers(const float* numbers, u32 count, u32 group, float weight, u8* codes,
                          u8* scales) {
   for (u32 first = 0; first < count; first += group) {
@@ -32,8 +32,8 @@ inline void code_numbers(const float* numbers, u32 count, u32 group, float weigh
   }
 }
 
-/// As pack_rows: `rows` rows (1 to 8) of `depth` codes each become a panel, float [depth][8], where
-/// missing rows are zero.
+/// pack_rows for codes: `rows` rows (1 to 8) of `depth` codes each become a panel, float
+/// [depth][8], where missing rows are zero.
 inline void pack_codes(const u8* first_row, std::size_t row_stride_bytes, u32 rows, u32 depth,
                        u32 group, float* panel) {
   for (u32 r = 0; r < kPanelRows; ++r) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who runs a call's actors beside its caller: threads that sleep between calls.
+// The threads that run a call's actors next to its caller, and sleep between calls.
 //
 // Start and end of a call go through one lock, which stands for the kernel boundary and is not part
-// of the protocol: it orders a call after the one before. May not know: what the workers do.
+// of the protocol: it orders a call after the one before. Must not depend on: what the workers do.
 #pragma once
 
 #include <condition_variable>
@@ -19,13 +19,13 @@ namespace moeos::twin {
 class Crew {
  public:
   virtual ~Crew() = default;
-  /// Has every worker do its share of the call.
+  /// Makes every worker do its share of the call.
   virtual void start() = 0;
-  /// Returns when all have.
+  /// Returns when all workers have done theirs.
   virtual void join() = 0;
 };
 
-/// Makes a crew of so many workers; worker i does share(i) in each call.
+/// Makes a crew of `workers` workers; worker i does share(i) in each call.
 using MakeCrew = std::function<std::unique_ptr<Crew>(u32 workers, std::function<void(u32)> share)>;
 
 class ThreadCrew : public Crew {

@@ -47,8 +47,8 @@ class Jitter : public Interposer {
   double longest_us_;
 };
 
-/// Asks whether a call is to be left: at once when a signal has ended a nap of this thread, else
-/// now and then, since a signal may come between two naps.
+/// Asks whether a call must be left: at once when a signal has ended a nap of this thread,
+/// otherwise now and then, since a signal may come between two naps.
 class Onlooker : public Bystander {
  public:
   Onlooker(const std::function<bool()>& must_leave, const Rank<Machine>& rank, const Call& call)
@@ -90,7 +90,7 @@ class ClearAtEnd {
 void Unmap::operator()(u8* memory) const { munmap(memory, bytes); }
 
 Mapped map_zeroed(u64 bytes) {
-  const u64 some = maximum(bytes, u64{1});  // of nothing there is no mapping
+  const u64 some = maximum(bytes, u64{1});  // there is no mapping of 0 bytes
   void* memory = mmap(nullptr, some, PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) {
@@ -113,7 +113,7 @@ TwinShared::TwinShared(u32 rank, std::vector<u8*> heaps, u64 heap_bytes, u64 con
 
 TwinShared::~TwinShared() {
   if (getpid() != process_) {
-    // A fork has copied the crew without its threads, which nobody could join: it is left alone.
+    // A fork has copied the crew without its threads, which cannot be joined: leave it alone.
     static_cast<void>(crew_.release());
   }
 }
@@ -163,7 +163,7 @@ std::vector<u32> TwinRecords::rows_received(u32 source) const {
 
 namespace {
 
-/// Heaps in another order; in theirs, if there is none.
+/// Heaps in the given order, or unchanged if there is none.
 std::vector<u8*> heaps_of(const std::vector<u8*>& heaps, const std::vector<u32>& order) {
   std::vector<u8*> ordered;
   for (const u32 rank : order) {
@@ -195,7 +195,7 @@ TwinRank::TwinRank(const Geometry& geometry, const LayerShape& shape, u32 rank,
             settings.deadline_ns,
             settings.slice},
       places_(map_zeroed(settings.gradients ? u64{rank_.layout.rows()} * sizeof(u32) : u64{0})) {
-  // What is kept of rows is read when the call is over.
+  // Kept rows are read when the call is over.
   MOEOS_CHECK(!settings.gradients || (!geometry.reuses_places() && !geometry.rings_cells()));
   if (*rank_.memory.epoch == 0) {
     *rank_.memory.epoch = 1;
@@ -289,9 +289,9 @@ Failure TwinRank::forward(TwinRecords& records, const Operands& operands, u32 to
                           const std::function<bool()>& must_leave) {
   const Geometry& geometry = rank_.geometry();
   MOEOS_CHECK(settings_.gradients == (operands.gradients != nullptr));
-  // Publishes nothing: calls follow each other by whatever orders their threads.
+  // Publishes nothing: the order of the callers' threads orders calls.
   if (shared_->calling_.test_and_set(std::memory_order_relaxed)) {
-    // The call that is running may end well: of it nothing is touched.
+    // The call that is running may end well: its state must not be touched.
     return failure_of(rank_, Call{}, FailureKind::calls_at_once, Actor::host);
   }
   const ClearAtEnd clear(shared_->calling_);
@@ -339,7 +339,7 @@ Failure TwinRank::forward(TwinRecords& records, const Operands& operands, u32 to
 }
 
 void TwinRank::abort(bool interrupted) {
-  Call last{};  // of an interrupted one the number; who gives up leaves any call
+  Call last{};  // an interrupted call has its number; a host that gives up aborts every call
   if (interrupted) {
     last.epoch = *rank_.memory.epoch - 1;
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Chooses among the builds of gemm.hpp's functions, once, by what the processor supports.
+// Chooses among the builds of gemm.hpp's functions, once, by the processor's instruction sets.
 #include "kernels/twin/gemm.hpp"
 
 #include <array>

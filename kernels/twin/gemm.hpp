@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // The twin's matrix product on one thread: out = rows * weight^T, accumulated in fp32.
 //
-// Knows packed rows, weights as they are stored (kernels/element_formats.hpp) and one thread. Knows
-// nothing of tasks, experts, activations or other ranks.
+// Knows packed rows, weights as they are stored (kernels/element_formats.hpp) and one thread. Must
+// not depend on: tasks, experts, activations, other ranks.
 //
 // Use: pack every 8 rows (of any origin) into a panel with pack_rows, lay panels end to end, then
 // call multiply for the columns wanted. Neither function allocates, locks, throws or keeps state;
 // multiply takes 16 KiB of stack.
 //
-// Determinism: each element is summed over k in one fixed order, which depends on `depth` alone. So
+// Determinism: each element is summed over k in one fixed order, which depends only on `depth`. So
 // its bits do not depend on the row's place in its panel, on the other rows, on the number of
 // panels or on how the columns are divided among calls. They may differ between instruction sets:
 // the portable build of x86-64 has no fused multiply-add.
@@ -40,20 +40,20 @@ void pack_rows(Element element, const void* first_row, std::size_t row_stride_by
                unsigned depth, float* panel);
 
 /// A matrix of weights, as it is stored: element k of row n is element n * stride + k * step of
-/// `data`. Where there is a `rest`, that has the elements from `rest_from` on: element k of row n
-/// is element n * stride + (k - rest_from) * step of it.
+/// `data`. If there is a `rest`, it has the elements from `rest_from` on: element k of row n is
+/// element n * stride + (k - rest_from) * step of `rest`.
 ///
-/// Rows of codes are contiguous. Their weight is code * scale * scale_2 in fp32, multiplied in this
-/// order, and then rounded to `element`.
+/// Quantized rows are contiguous. Their weight is code * scale * scale_2 in fp32, multiplied in
+/// this order, and then rounded to `element`.
 struct Weights {
   Element element;
   const void* data;
   std::size_t stride;
   WeightFormat format = WeightFormat::plain;
-  const void* scales = nullptr;  // of the first row; [scale_rows][scales_of_row] of all
+  const void* scales = nullptr;  // of the first row; [scale_rows][scales_of_row] for all
   float scale_2 = 1.0F;          // where the format has it
-  unsigned apart = 1;    // of codes: the lengths of a row in `stride`; scales lie as far apart
-  std::size_t step = 1;  // of plain weights, as the next ones
+  unsigned apart = 1;            // for codes: `stride` in lengths of a row; scales are as far apart
+  std::size_t step = 1;          // for plain weights, as `rest` and `rest_from`
   const void* rest = nullptr;
   unsigned rest_from = 0;  // a multiple of 8
 };

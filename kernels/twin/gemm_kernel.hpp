@@ -1,20 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // The body of gemm.hpp's two functions, compiled once for each instruction set.
 //
-// Knows vectors, registers and caches. Included by gemm_{portable,avx2,avx512}.cpp alone, after
-// they have chosen the instruction set and defined
+// Knows vectors, registers and caches. Included only by gemm_{portable,avx2,avx512}.cpp, after they
+// have chosen the instruction set and defined
 //   MOEOS_GEMM_TABLE            the name of the table to export,
 //   MOEOS_GEMM_INSTRUCTION_SET  its name for people,
 //   MOEOS_GEMM_LANES            floats in a vector: 4, 8 or 16.
-// All but the table has internal linkage, and nothing inline of the standard library is called:
+// All but the table has internal linkage, and no inline function of the standard library is called:
 // the linker would be free to keep this instruction set's copy of it for the whole program. What
-// gemm.hpp includes, such as formats.hpp, was compiled before the choice.
+// gemm.hpp includes, such as element_formats.hpp, was compiled before the choice.
 //
 // Vectors run along rows: a panel [depth][8] gives the rows of one k in one load, and weights are
-// broadcast one by one. So weights are read along k. fp32 ones that lie so are read where they are;
-// others are first made so, a slab at a time.
-// A tile of panels x columns of sums stays in registers over kDepthBlock steps of k, then is
-// transposed and added to `out`.
+// broadcast one by one. So weights are read along k. fp32 weights that lie along k are read in
+// place; others are first converted, a slab at a time. A tile of panels x columns of sums stays in
+// registers over kDepthBlock steps of k, then is transposed and added to `out`.
 #pragma once
 
 #include <cstddef>
@@ -29,11 +28,11 @@ namespace {
 
 constexpr unsigned kLanes = MOEOS_GEMM_LANES;
 
-// Summands that are added up on their own before they join the total. Over so many k, the rows of
+// Summands that are added up on their own before they join the total. Over this many k, the rows of
 // a tile share the first-level cache with a slab of weights.
 constexpr unsigned kDepthBlock = 256;
 
-// Columns that are finished for all rows before the next ones are begun.
+// Columns that are finished for all rows before the next columns begin.
 constexpr unsigned kSlabColumns = 16;
 
 // Panels of a full tile. Its sums take 8, 8 and 24 vector registers for 4, 8 and 16 lanes. (With 3
@@ -203,7 +202,7 @@ const Storage* first_of(const Weights& weights, unsigned n, unsigned k) {
   return static_cast<const Storage*>(weights.data) + n * weights.stride + k * weights.step;
 }
 
-// The weights of a slab as float: where they are, or in `buffer`. Its first is row n, column k.
+// The weights of a slab as float: in place, or in `buffer`. The first is row n, column k.
 Slab widen_floats(const Weights& weights, unsigned n, unsigned k, unsigned, unsigned, float*) {
   return {first_of<float>(weights, n, k), weights.stride};
 }
@@ -267,7 +266,7 @@ float scale_at(const Weights& weights, std::size_t index) {
   }
 }
 
-// kNumbers: makes floats of so many codes.
+// Dequantizes codes. kNumbers: converts a number of codes to floats, without scales.
 template <void (*kNumbers)(const std::uint8_t*, unsigned, float*)>
 Slab widen_codes(const Weights& weights, unsigned n, unsigned k, unsigned columns, unsigned depth,
                  float* buffer) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the parts of a row lie in a call of gradients: as it is sent, as it comes back, and as it
-// is kept here from the products of its tile to those of the weights.
+// Where the parts of a row lie in a gradient call: as it is sent, as it comes back, and as it is
+// kept here from the products of its tile to those of the weights.
 //
-// May not know: the runtime, tasks, who reads or writes.
+// Must not depend on: the runtime, tasks, the readers and writers of rows.
 #pragma once
 
 #include <vector>
@@ -13,24 +13,24 @@
 
 namespace moeos::twin {
 
-/// What a row says of each slot of its token: its expert, or kNone, and that expert's weight.
+/// What a row says of each choice of its token: its expert, or kNone, and that expert's weight.
 struct SentChoice {
   u32 expert;
   float weight;
 };
 
-/// Offsets in bytes. A row is sent as [x][gradient of the output][choices], comes back as
-/// [gradient of x][gradient of the weight], and is kept as [x][gradient of the output][activated
-/// values][gradients before the activation][a product a part][weight]. What is added up of a token
-/// is [gradient of x][gradient of each choice's weight][gradient of the shared experts' weight], in
-/// fp32: a row of sums over slices has it all.
+/// Offsets in bytes. A row is sent as [x][gradient of the output][choices], comes back as [gradient
+/// of x][gradient of the weight], and is kept as [x][gradient of the output][activated
+/// values][gradients before the activation][a product for each part][weight]. A token's sums are
+/// [gradient of x][gradient of each choice's weight][gradient of the shared experts' weight], in
+/// fp32: a row of sums over slices has all of them.
 struct GradientRows {
   u32 hidden;
   u32 intermediate;
   u32 w1_rows;
   u32 top_k;
   u32 choices;  // of a token, which may be fewer than its pairs
-  u32 parts;    // of the first products
+  u32 parts;    // of GEMM0
   u32 size;     // of an element
 
   GradientRows(const Geometry& geometry, const LayerShape& shape, Element element)
@@ -58,10 +58,10 @@ struct GradientRows {
   u32 kept_bytes() const { return align_up(weight_at() + u32{sizeof(float)}, 16U); }
 };
 
-/// Memory of one processor of a call of gradients.
+/// Memory of one processor in a gradient call.
 struct GradientScratch {
   static constexpr u32 kDepth = 256;  // rows whose products are added up on their own
-  static constexpr u32 kLeft = 128;   // columns of the left factor, and of the right one
+  static constexpr u32 kLeft = 128;   // columns of the left factor; kRight: of the right one
   static constexpr u32 kRight = kPlainColumns;
 
   GradientScratch(const Geometry& geometry, const LayerShape& shape)
@@ -78,10 +78,10 @@ struct GradientScratch {
   Scratch::Floats panels;    // packed rows of a tile
   Scratch::Floats results;   // of a part: gate, up, gradient of the activated value
   Scratch::Floats left;      // packed columns of the left factor of a weight's gradient
-  Scratch::Floats right;     // rows of the right one
-  Scratch::Floats products;  // of these
-  Scratch::Floats sums;      // of all of an expert's rows so far
-  Scratch::Floats token;     // what is added up of one
+  Scratch::Floats right;     // rows of the right factor
+  Scratch::Floats products;  // products of a block of rows
+  Scratch::Floats sums;      // sums over an expert's rows so far
+  Scratch::Floats token;     // sums of a token
   std::vector<u32> rows;     // of one expert, in the order in which they are added up
 };
 

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a twin processor computes in a call of gradients: the six tasks on one thread.
+// What a twin processor computes in a gradient call: the six tasks on one thread.
 //
-// The same device OS runs it as runs a forward call; what differs is what a row holds and what the
-// two products are. A token's row brings x and the gradient dY of its output, once for a rank that
-// has it. The first product of a tile is dA = dY * W2, beside h = x * W1^T + b1, which is computed
-// again where the forward call has not saved it. Its epilogue makes dH, the gradient of h, and the
-// part <dA, A> of the weight's gradient. The second product is dX = dH * W1, whose rows return to
-// the token's owner. Combine adds them up. No row is multiplied by its weight on the way: the owner
-// does that. Where experts are sliced, a token's sums are added up over slices as its outputs are,
-// and each slice gets them: fp32 in rows that are long enough, so they are rounded once.
+// The device OS runs it like a forward call; only what a row holds and what the two products are
+// differs. A token's row brings x and the gradient dY of its output. GEMM0 of a tile is dA = dY *
+// W2, together with h = x * W1^T + b1, which is recomputed where the forward call has not saved it.
+// Its epilogue makes dH, the gradient of h, and a part <dA, A> of the weight's gradient. GEMM1 is
+// dX = dH * W1, whose rows return to the token's owner. Combine adds them up. No row is multiplied
+// by its weight on the way: the owner does that. Where experts are sliced, a token's sums are added
+// up over slices as its outputs are, and each slice gets them: fp32 in rows that are long enough,
+// so they are rounded once.
 //
-// Satisfies runtime/actors/warp_processor.hpp's Kernels. The gradients of weights come behind the
-// call (weight_gradients.hpp): the first product keeps what they need. May not know: queues, flags,
-// when a task runs.
+// Satisfies runtime/actors/warp_processor.hpp's Kernels. The gradients of weights come after the
+// call (weight_gradients.hpp): GEMM0 keeps what they need. Must not depend on: queues, flags, when
+// a task runs.
 #pragma once
 
 #include <cstring>
@@ -37,8 +37,8 @@ namespace moeos::twin {
 
 class GradientKernels {
  public:
-  /// kept: Geometry::between_bytes(), a row of GradientRows each; places: of each row of the cells
-  /// (Layout::rows()) which kept row is its; both shared by the rank's processors.
+  /// kept: Geometry::between_bytes(), rows of GradientRows; places: for each row of the cells
+  /// (Layout::rows()) the index of its kept row; both shared by the rank's processors.
   GradientKernels(const Rank<Machine>& rank, const Call& call, const LayerShape& shape,
                   const Operands& operands, u8* kept, u32* places, Scratch& scratch,
                   GradientScratch& more)
@@ -65,7 +65,7 @@ class GradientKernels {
                                               rows_.sums_bytes() <= rank.geometry().row_bytes));
   }
 
-  /// The routing is the caller's, so no logits are wrong.
+  /// The routing is the caller's, so no logits can be wrong.
   u32 route(u32 block) {
     const TokenRange tokens = tokens_of_block(rank_.geometry(), call_, block);
     router_.route(tokens.first, tokens.end);
@@ -97,7 +97,7 @@ class GradientKernels {
     std::memcpy(destination, source, rows_.sent_bytes());
   }
 
-  /// One N-tile of a product.
+  /// Computes one N-tile of a product.
   void product(const Task& task, u32 part) {
     if (task.kind == kFirstProduct.kind) {
       first_product(task, part);
@@ -106,7 +106,7 @@ class GradientKernels {
     }
   }
 
-  /// One N-tile of h and of dA = dY * W2, of which A, dH and a part of <dA, A> are kept.
+  /// Computes one N-tile of h and of dA = dY * W2, and keeps A, dH and a part of <dA, A>.
   void first_product(const Task& task, u32 part) {
     MOEOS_CHECK(task.narrow == 0 && task.from == RowsIn::cells);
     const u32 width = product0_columns(shape_);
@@ -138,8 +138,8 @@ class GradientKernels {
     }
   }
 
-  /// One N-tile of dX = dH * W1, each row written where its owner will combine it; with the first
-  /// one goes the gradient of the row's weight.
+  /// Computes one N-tile of dX = dH * W1, each row written where its owner will combine it; the
+  /// first N-tile also writes the gradient of the row's weight.
   void second_product(const Task& task, u32 part) {
     MOEOS_CHECK(!has_narrow_parts(task));
     const u32 first = part * kPlainColumns;
@@ -164,7 +164,7 @@ class GradientKernels {
     });
   }
 
-  /// The gradients of a token and of its weights, in the order j = 0 ... k-1.
+  /// Sums the gradients of a token and of its weights, in the order j = 0 ... k-1.
   void combine(u32 token) {
     const u64 first = u64{token} * shape_.hidden;
     const ConstElements x(operands_.element, operands_.x);
@@ -175,7 +175,7 @@ class GradientKernels {
       const u32 pairs = rank_.geometry().pairs_of_choice();
       float& d_weight = sum[shape_.hidden + j / pairs];
       if (!map_.sent(pair)) {
-        // Of a zero expert, whose output is the token; else of nothing.
+        // The gradient of a zero expert, whose output is the token; otherwise none.
         const i32 expert = operands_.topk_ids[pair / pairs];
         const bool zero =
             expert >= 0 && static_cast<u32>(expert) >= rank_.geometry().routed_experts();
@@ -207,8 +207,8 @@ class GradientKernels {
     }
   }
 
-  /// A token's sums over slices, in their order: to what this rank writes and, if they were not its
-  /// owner's, to all others.
+  /// Adds a token's sums up over slices, in their order: to what this rank writes and, if this rank
+  /// is the token's owner, to all other slices.
   void add_slices(const Task& task, u32 token) {
     const Geometry& geometry = rank_.geometry();
     const Summands summands = summands_of(geometry, task);
@@ -230,7 +230,7 @@ class GradientKernels {
  private:
   ConstElements d_out() const { return {operands_.element, gradients_.d_out}; }
 
-  /// What a token's rows are added to (GradientRows::sums); of this processor until the next.
+  /// Begins a token's sums (GradientRows::sums), which this processor keeps until the next token.
   float* begin_sums(u32 token) {
     float* sum = more_.token.get();
     std::fill(sum, sum + rows_.sums(), 0.0F);
@@ -243,7 +243,7 @@ class GradientKernels {
     }
     return sum;
   }
-  /// Over what a slice has added: its sums are there, so that has been read.
+  /// Overwrites what a slice has added: the token's sums are here, so that has been read.
   void write_sums(u32 token, const float* sum) {
     store(operands_.element, sum, shape_.hidden,
           static_cast<u8*>(operands_.out) + u64{token} * shape_.hidden * rows_.size);
@@ -274,7 +274,7 @@ class GradientKernels {
     return arrived_row(rank_, segment.source, segment.first_row + i);
   }
 
-  /// Packs what the tile's rows have from a byte on: H elements.
+  /// Packs H elements of the tile's rows, from byte `at` of each on.
   void pack_sent(const Task& task, u32 at) {
     float* panel = more_.panels.get();
     for (u32 s = 0; s < task.segment_count; ++s) {
@@ -287,7 +287,7 @@ class GradientKernels {
     }
   }
 
-  /// h of a tile's rows, gate and up, of some columns.
+  /// Computes some columns of h of a tile's rows, gate and up.
   void make_hidden(const Task& task, u32 first, u32 columns, float* results, u32 stride) {
     const u32 width = product0_columns(shape_);
     pack_sent(task, 0);
@@ -300,12 +300,13 @@ class GradientKernels {
     }
   }
 
-  /// Some columns of a row of the tile: keeps its activated values and the gradients before them.
+  /// For some columns of a row of the tile: keeps its activated values and the gradients before the
+  /// activation.
   void derive(const Task& task, u32 row, u32 part, float* results, u32 first, u32 columns) {
     const u32 width = product0_columns(shape_);
     float* gates = results;
     float* ups = results + width;
-    float* values = shape_.gated() ? ups + width : ups;  // their gradients, until they are made
+    float* values = shape_.gated() ? ups + width : ups;  // first their gradients
     float product = 0.0F;
     for (u32 n = 0; n < columns; ++n) {
       const float up = shape_.gated() ? ups[n] : 0.0F;
@@ -328,15 +329,15 @@ class GradientKernels {
     std::memcpy(kept + rows_.products_at() + part * sizeof(product), &product, sizeof(product));
   }
 
-  /// Keeps x, dY and the weight of the tile's rows: the next call's rows may come to where they lie
-  /// as soon as this call's have returned.
+  /// Keeps x, dY and the weight of the tile's rows: the next call's rows may overwrite them as soon
+  /// as this call's have returned.
   void keep_sent(const Task& task) {
     const u32 expert = rank_.geometry().first_expert(rank_.rank) + task.local_expert;
     for_each_row(task, [&](const Segment& segment, u32 i, u32 row) {
       const u8* sent = sent_row(segment, i);
       u8* kept = kept_row(task.first_result + row);
       std::memcpy(kept, sent, rows_.choices_at());
-      float weight = 1.0F;  // a row that is multiplied by its weight already
+      float weight = 1.0F;  // for a row that has already been multiplied by its weight
       for (u32 j = 0; !shape_.weight_on_input && j < rows_.top_k; ++j) {
         SentChoice choice;
         std::memcpy(&choice, sent + rows_.choices_at() + j * sizeof(choice), sizeof(choice));
@@ -348,7 +349,7 @@ class GradientKernels {
     });
   }
 
-  /// <dA, A> of all parts, and <dY, b2>: the gradient of what multiplies the row's output.
+  /// <dA, A> of all parts plus <dY, b2>: the gradient of the row's weight.
   float weight_gradient(const Task& task, u32 row) const {
     const u8* kept = kept_row(task.first_result + row);
     float sum = 0.0F;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a twin processor computes: the six tasks on one thread.
 //
-// Satisfies runtime/actors/warp_processor.hpp's Kernels. May not know: queues, flags, when a task
-// runs.
+// Satisfies runtime/actors/warp_processor.hpp's Kernels. Must not depend on: queues, flags, when a
+// task runs.
 #pragma once
 
 #include <cmath>
@@ -31,9 +31,9 @@ namespace moeos::twin {
 class TwinKernels {
  public:
   /// intermediate: Geometry::between_bytes(), shared by the rank's processors: in the storage type
-  /// [Geometry::intermediate_rows_max()][I], or rows of codes, then [token][n * Is] of the shared
-  /// experts. coded_rows: [Geometry::max_tokens][Geometry::sent_bytes], shared likewise, where
-  /// tokens are sent as codes.
+  /// [Geometry::intermediate_rows_max()][I], or quantized rows, then [token][n * Is] of the shared
+  /// experts. coded_rows: [Geometry::max_tokens][Geometry::sent_bytes], also shared, where tokens
+  /// are sent quantized.
   TwinKernels(const Rank<Machine>& rank, const Call& call, const LayerShape& shape,
               const Operands& operands, u8* intermediate, u8* coded_rows, Scratch& scratch)
       : rank_(rank),
@@ -81,7 +81,7 @@ class TwinKernels {
     std::memcpy(destination, source, rank_.geometry().sent_bytes);
   }
 
-  /// One N-tile of a product.
+  /// Computes one N-tile of a product.
   void product(const Task& task, u32 part) {
     if (task.kind == kFirstProduct.kind) {
       first_product(task, part);
@@ -90,8 +90,8 @@ class TwinKernels {
     }
   }
 
-  /// One N-tile of activation(A * W1^T + b1), written to the intermediate rows of the tile; or, of
-  /// tokens, the weights of their shared results.
+  /// Computes one N-tile of activation(A * W1^T + b1), written to the tile's rows between the
+  /// products; or, for the shared experts' gate, the weights of tokens' shared results.
   void first_product(const Task& task, u32 part) {
     const Element element = operands_.element;
     const Mlps mlps = mlps_of(task);
@@ -100,7 +100,7 @@ class TwinKernels {
     const u32 nth = part / parts;
     const u32 panels = task.padded_rows / kPanelRows;
     pack_inputs(task);
-    if (nth == mlps.count) {  // behind all of them: their gate's
+    if (nth == mlps.count) {  // after all MLPs: their gate
       weigh_shared(task);
       return;
     }
@@ -138,7 +138,7 @@ class TwinKernels {
     }
   }
 
-  /// One N-tile of the second GEMM, each row written where its owner will combine it.
+  /// Computes one N-tile of GEMM1, each row written where its owner will combine it.
   void second_product(const Task& task, u32 part) {
     const Element element = operands_.element;
     const Mlps mlps = mlps_of(task);
@@ -170,8 +170,8 @@ class TwinKernels {
     }
   }
 
-  /// The token's rows, weighted and summed in the order j = 0 ... k-1 in fp32 (thesis eq. 5.2),
-  /// rounded once.
+  /// Sums the token's rows, weighted, in the order j = 0 ... k-1 in fp32 (thesis eq. 5.2), rounded
+  /// once.
   void combine(u32 token) {
     const Geometry& geometry = rank_.geometry();
     float* sum = scratch_.row.get();
@@ -206,8 +206,8 @@ class TwinKernels {
               : output_row(token));
   }
 
-  /// The token's sums over slices, added up in their order in fp32, rounded once: to this rank's
-  /// output and, if they were not its owner's, to all others'.
+  /// Adds the token's sums up over slices, in their order in fp32, rounded once: to this rank's
+  /// output and, if this rank is the token's owner, to all other slices.
   void add_slices(const Task& task, u32 token) {
     const Geometry& geometry = rank_.geometry();
     const Summands summands = summands_of(geometry, task);
@@ -231,19 +231,19 @@ class TwinKernels {
  private:
   static_assert(kPanelRows == Geometry::kSegmentAlign, "a segment fills whole panels");
 
-  /// What a tile's rows pass: an expert, or all shared experts, of which each has its own columns
-  /// of the rows between, and whose results are added up.
+  /// The MLPs of a tile: an expert, or all shared experts, each of which has its own columns of the
+  /// rows between the products, and whose results are added up.
   struct Mlps {
     Matrices w1;
     const void* b1;
     Matrices w2;
     const void* b2;
-    u32 first;  // in these weights
+    u32 first;  // index in these weights
     u32 count;
-    u32 values;  // of a row between, of one of them
+    u32 values;  // of one MLP, in a row between the products
     u64 between_at;
     u32 between_bytes;  // of a row
-    bool coded;         // its rows are, and those between
+    bool coded;         // its rows, and those between the products, are quantized
     u32 result_bytes;   // of a row
     bool codes_results;
   };
@@ -277,7 +277,7 @@ class TwinKernels {
               false};
     }
     const WeightFormat format = shape_.weight_format;
-    // What is multiplied by codes is code times scale, and no more.
+    // A weight that is multiplied by quantized rows is code times scale, unrounded.
     const Element element = shape_.codes_rows() ? Element::kFloat32 : operands_.element;
     return {{element, w1_layout(shape_), operands_.w1, operands_.w3, format, operands_.w1_scale,
              operands_.w1_scale_2},
@@ -295,7 +295,7 @@ class TwinKernels {
             shape_.codes_results()};
   }
 
-  /// sums = the tile's rows of one MLP times its w2, of some columns.
+  /// sums = the tile's rows of one MLP times some columns of its w2.
   void multiply_second(const Task& task, const Mlps& mlps, u32 nth, u32 first, u32 columns,
                        float* sums, u32 stride) {
     for (u32 row = 0; row < task.padded_rows; row += kPanelRows) {
@@ -312,7 +312,7 @@ class TwinKernels {
              mlps.w2.rows(mlps.first + nth, 0), first, columns, sums, stride);
   }
 
-  /// The weight of each token's shared result, from the packed rows of its tile.
+  /// Computes the weight of each token's shared result, from the packed rows of its tile.
   void weigh_shared(const Task& task) {
     const ConstElements gate(operands_.element, operands_.shared_gate);
     for (u32 row = 0; row < task.rows; ++row) {
@@ -326,7 +326,7 @@ class TwinKernels {
     }
   }
 
-  /// sum += weight x of a pair with a zero expert. Pairs beyond a capacity have an expert.
+  /// sum += weight times x for a pair with a zero expert. Pairs beyond a capacity have an expert.
   void add_own_row(u32 pair, float* sum) {
     const float weight = rank_.memory.pair_weight[pair];
     if (rank_.memory.pair_expert[pair] != kNone || weight == 0.0F) {
@@ -339,8 +339,8 @@ class TwinKernels {
     }
   }
 
-  /// Packs the tile's rows: the tokens that they are, or the segments out of the arrival cells,
-  /// each padded with zero rows to a panel.
+  /// Packs the tile's rows: tokens, or segments from the arrival cells, each padded with zero rows
+  /// to a panel.
   void pack_inputs(const Task& task) {
     if (is_shared(rank_.geometry(), task)) {
       const ConstElements x(operands_.element, operands_.x);
@@ -399,13 +399,13 @@ class TwinKernels {
            u64{token} * shape_.hidden * size_of(operands_.element);
   }
 
-  /// What multiplies a token before its experts do.
+  /// The factor of a token before its experts.
   float weight_on_input(u32 token) const {
     const Geometry& geometry = rank_.geometry();
     MOEOS_CHECK(!shape_.weight_on_input || geometry.choices() == 1);
     return shape_.weight_on_input ? rank_.memory.pair_weight[token * geometry.top_k] : 1.0F;
   }
-  /// A token in fp32, times a weight; of this processor until the next.
+  /// A token in fp32, times a weight; valid until this processor's next token.
   const float* read_token(u32 token, float weight) {
     const ConstElements x(operands_.element, operands_.x);
     float* row = scratch_.row.get();
@@ -416,10 +416,10 @@ class TwinKernels {
   }
 
   u8* coded_row(u32 token) const { return coded_rows_ + u64{token} * rank_.geometry().sent_bytes; }
-  /// Makes a token's row of codes, which is then sent to all of its experts.
+  /// Quantizes a token's row, which is then sent to all of its experts.
   void code_token(u32 token) {
     u8* codes = coded_row(token);
-    if (operands_.x_scale != nullptr) {  // the caller's
+    if (operands_.x_scale != nullptr) {  // quantized by the caller
       const u32 scales = shape_.hidden / kTokenGroup;
       std::memcpy(codes, static_cast<const u8*>(operands_.x) + u64{token} * shape_.hidden,
                   shape_.hidden);
@@ -431,19 +431,19 @@ class TwinKernels {
                  codes + shape_.hidden);
   }
 
-  /// Whether rows lie between the products at their pairs' places.
+  /// Whether rows between the products are in the order of pairs.
   bool by_pairs(const Task& task) const {
     return rank_.geometry().between_by_pairs() && !is_shared(rank_.geometry(), task);
   }
-  /// Where row `row` of a tile lies between the products; kNone: nowhere.
+  /// The index of row `row` of a tile between the products; kNone: it has none.
   u32 row_between(const Task& task, u32 row) const {
     if (!by_pairs(task)) {
       return task.first_result + row;
     }
     return row < task.rows ? place_between(pairs_of_tile(rank_, task)[row]) : kNone;
   }
-  /// A panel's rows of a tile between the products, from row `first` on, side by side; those that
-  /// lie nowhere are zeros.
+  /// A panel's rows of a tile between the products, from row `first` on, contiguous; rows without
+  /// an index are zeros.
   const u8* rows_between(const Task& task, const Mlps& mlps, u32 first) {
     if (!by_pairs(task)) {
       return between_at(mlps, task.first_result + first);
@@ -465,7 +465,7 @@ class TwinKernels {
     return intermediate_ + mlps.between_at + u64{row} * mlps.between_bytes;
   }
 
-  /// Writes some of its columns, from `column` on.
+  /// Writes some columns of a row between the products, from `column` on.
   void store_between(const Mlps& mlps, u32 row, u32 column, const float* values, u32 columns) {
     u8* to = between_at(mlps, row);
     if (mlps.coded) {

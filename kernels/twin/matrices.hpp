@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the matrices of MLPs lie in the caller's tensors: the one place of the twin that knows
+// Where the matrices of MLPs lie in the caller's tensors: the only place of the twin that knows
 // LayerShape's `transposed` and `gate_up`.
 //
-// May not know: what is multiplied or added, tasks, ranks.
+// Must not depend on: products and sums, tasks, ranks.
 #pragma once
 
 #include "kernels/shape.hpp"
@@ -11,10 +11,10 @@
 
 namespace moeos::twin {
 
-/// A tensor of the matrices of MLPs, end to end, of which each has `halves` of so many rows: gate
-/// rows and up rows, or one. Element k of row n of a half is element first(mlp, half) + n *
-/// row_step() + k * column_step(). Where up rows are apart, either tensor has one half, whichever
-/// is asked for. A bias has rows of one element.
+/// A tensor of the matrices of MLPs, end to end, each of which has `halves` halves of `rows` rows:
+/// gate rows and up rows, or one half. Element k of row n of a half is element first(mlp, half) + n
+/// * row_step() + k * column_step(). Where up rows are a tensor of their own, each tensor has one
+/// half, whichever is asked for. A bias has rows of one element.
 struct MatrixLayout {
   u32 rows;  // of a half
   u32 depth;
@@ -30,7 +30,7 @@ struct MatrixLayout {
   constexpr u32 column_step() const { return transposed ? halves * rows : 1; }
 };
 
-/// The layout of the experts' w1 and, where up rows are apart, of w3.
+/// The layout of the experts' w1 and, where up rows are a tensor of their own, of w3.
 constexpr MatrixLayout w1_layout(const LayerShape& shape) {
   const bool two = shape.gated() && shape.gate_up != GateUp::separate;
   return {shape.intermediate, shape.hidden, two ? 2U : 1U, shape.gate_up == GateUp::interleaved,
@@ -43,7 +43,7 @@ constexpr MatrixLayout w2_layout(const LayerShape& shape) {
   return {shape.hidden, shape.intermediate, 1, false, shape.transposed};
 }
 
-/// Adds some elements of a half of an MLP's bias, if there is one, to so many rows of results.
+/// Adds some elements of a half of an MLP's bias, if there is one, to `rows` rows of results.
 inline void add_bias(const ConstElements& bias, const MatrixLayout& layout, u32 mlp, u32 half,
                      u32 first, u32 columns, u32 rows, float* results, u32 stride) {
   const u64 at = layout.first(mlp, half) + u64{first} * layout.row_step();
@@ -56,10 +56,10 @@ inline void add_bias(const ConstElements& bias, const MatrixLayout& layout, u32 
 
 /// Matrices that are multiplied.
 struct Matrices {
-  Element element;  // numbers are this, or, of codes, are rounded to it
+  Element element;  // of plain weights; dequantized weights are rounded to it
   MatrixLayout layout;
   const void* data;
-  const void* ups = nullptr;  // a tensor of its own for up rows, likewise; or null
+  const void* ups = nullptr;  // a separate tensor of up rows, or null
   WeightFormat format = WeightFormat::plain;
   const void* scales = nullptr;
   const float* scales_2 = nullptr;
@@ -84,7 +84,8 @@ struct Matrices {
         .scale_2 = scales_2 == nullptr ? 1.0F : scales_2[mlp * layout.halves + half],
         .apart = layout.row_step() / layout.depth};
   }
-  /// Its columns, each with all rows of `halves` halves. Not of codes.
+  /// The columns of an MLP's matrix, each with all rows of `halves` halves. Not for quantized
+  /// weights.
   Weights columns(u32 mlp, u32 halves) const {
     return {.element = element,
             .data = of_half(mlp, 0),
@@ -104,11 +105,11 @@ struct Matrices {
 /// Matrices, or biases, that are added to.
 struct Sums {
   MatrixLayout layout;
-  float* data;  // null: nobody asks
-  float* ups;   // the tensor that has up rows, likewise
+  float* data;  // null: not wanted
+  float* ups;   // the tensor that has up rows; null: not wanted
 
   bool asked() const { return data != nullptr || ups != nullptr; }
-  /// A row of an MLP's, of all gate rows, then all up rows; null where nobody asks.
+  /// A row of an MLP's matrix, counted through all gate rows, then all up rows; null if not wanted.
   float* row(u32 mlp, u32 n) const {
     const u32 half = n / layout.rows;
     float* const tensor = half > 0 ? ups : data;

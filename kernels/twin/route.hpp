@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The Route task: logits, scores, top-k and weights of one block of tokens, or the caller's
+// The Route task: gate logits, scores, top-k and weights of one block of tokens, or the caller's
 // routing.
 //
-// Logits and scores are fp32; an fp32 router's are summed in fp64. Ties go to the lower expert. May
-// not know: slots, rows, flags.
+// Logits and scores are fp32; an fp32 router's are summed in fp64. Ties go to the lower expert.
+// Must not depend on: slots, rows, flags.
 #pragma once
 
 #include <algorithm>
@@ -80,8 +80,8 @@ class Router {
     }
   }
 
-  /// From experts to their places. To all but Combine a pair with a zero expert is an unused slot;
-  /// its weight, which is not 0, tells it apart.
+  /// Replaces experts by their places. Except for Combine, a pair with a zero expert is an unused
+  /// slot; its weight, which is not 0, distinguishes it.
   void place_pairs(u32 first_pair, u32 end_pair) {
     for (u32 pair = first_pair; pair < end_pair; ++pair) {
       u32& expert = memory_.pair_expert[pair];
@@ -128,7 +128,7 @@ class Router {
     }
   }
 
-  /// The same of an fp32 router: products are exact, and their sums are fp64.
+  /// compute_logits for an fp32 router: products are exact, and their sums are fp64.
   void compute_logits_exactly(u32 first, u32 end) {
     const auto* gate = static_cast<const float*>(operands_.gate);
     const ConstElements x(operands_.element, operands_.x);
@@ -146,7 +146,7 @@ class Router {
     }
   }
   double product(const double* row, const float* weight) const {
-    constexpr u32 kSums = 8;  // side by side in vectors; H is a multiple
+    constexpr u32 kSums = 8;  // in vector lanes; H is a multiple
     double sums[kSums] = {};
     for (u32 k = 0; k < shape_.hidden; k += kSums) {
       for (u32 i = 0; i < kSums; ++i) {
@@ -160,7 +160,7 @@ class Router {
     return sum;
   }
 
-  /// Top-k of one token, whose scores are there: with DeepSeek-V3's bias and groups.
+  /// Top-k of one token, whose scores are computed: with DeepSeek-V3's bias and groups.
   void choose(const float* logits, u32 first_pair) {
     const float* scores = scratch_.scores.get();
     float* choice = scratch_.choice.get();
@@ -182,7 +182,7 @@ class Router {
     }
   }
 
-  /// The weights of a token's pairs, out of its scores or, renormalised, its logits: scaled.
+  /// The scaled weights of a token's pairs, from its scores or, renormalised, its logits.
   void weigh(const float* logits, u32 first_pair) {
     const float* scores = scratch_.scores.get();
     const u32* experts = memory_.pair_expert + first_pair;
@@ -214,13 +214,13 @@ class Router {
     place_pairs(first_pair, first_pair + dimensions_.top_k);
   }
 
-  /// A score of a token in proportion to its others, `top` being the largest logit among them. The
-  /// scores may be too small for fp32, all of them; the share of the largest is not.
+  /// A score of a token in proportion to its others, `top` being the largest logit among them. All
+  /// scores may be too small for fp32; the share of the largest is not.
   float share(float logit, float top) const {
     if (shape_.scoring == Scoring::softmax) {
       return std::exp(logit - top);
     }
-    const float low = minimum(top, 0.0F);  // below, scores fall as exponentials do
+    const float low = minimum(top, 0.0F);  // below 0, scores fall as exponentials do
     if (shape_.scoring == Scoring::sigmoid) {
       return std::exp(minimum(logit, 0.0F) - low) / (1.0F + std::exp(-std::abs(logit)));
     }

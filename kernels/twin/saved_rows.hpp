@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Of a rank's rows, those whose values before the activation a forward call keeps for the call of
-// its gradients: of each source the first ones in the order of sending.
+// The rows whose values before the activation a forward call keeps for its gradient call: each
+// source's first rows in the order of sending.
 //
-// That order is the routing's alone, so both calls find the same row in the same place, however
-// rows come or are packed into tiles. May not know: what is written or read there.
+// That order follows from the routing alone, so both calls find a row at the same index, however
+// rows come or are packed into tiles. Must not depend on: the values written and read.
 #pragma once
 
 #include "kernels/shape.hpp"
@@ -33,7 +33,7 @@ class SavedRows {
     return all;
   }
 
-  /// Calls found(saved row, row of the tile) for those of a tile that are saved.
+  /// Calls found(saved row, row of the tile) for each row of a tile that is saved.
   template <typename Found>
   void for_each(const Task& task, Found found) const {
     u32 first = 0;
@@ -50,7 +50,7 @@ class SavedRows {
   }
 
  private:
-  /// Of a segment's rows, how many of the first ones.
+  /// How many of a segment's rows, its first ones, are saved.
   u32 saved_of(const Task& task, const Segment& segment) const {
     if (of_source_ == 0) {
       return 0;

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gradients of an expert's weights, of all rows that a call of gradients kept: one processor's
-// share, behind the call.
+// The gradients of an expert's weights, from all rows that a gradient call kept: one processor's
+// share, after the call.
 //
-// dW1 = sum of w dH^T x, dW2 = sum of w dY^T A, and the same sums of w dH and w dY for the biases.
-// No rank waits for another one here, so this is no task of the device OS.
+// dW1 = sum of w dH^T x, dW2 = sum of w dY^T A, and the corresponding sums of w dH and w dY for the
+// biases. No rank waits for another one here, so this is no task of the device OS.
 //
-// A gradient's tile has one owner, who adds up rows in the order of sources, and of a source in the
-// order of its cell. So bits depend neither on how rows were packed into tiles nor on how many
-// processors there are. May not know: queues, flags, tiles of the call.
+// One processor computes a gradient's tile and adds rows up in the order of sources, and for each
+// source in the order of its cell. So bits depend neither on how rows were packed into tiles nor on
+// the number of processors. Must not depend on: queues, flags, tiles of the call.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,7 @@ namespace moeos::twin {
 
 class WeightGradients {
  public:
-  /// kept, places: as of GradientKernels, whose call has ended well.
+  /// kept, places: as for GradientKernels, whose call has ended well.
   WeightGradients(const Rank<Machine>& rank, const LayerShape& shape, const Operands& operands,
                   const u8* kept, const u32* places, GradientScratch& scratch)
       : rank_(rank),
@@ -65,7 +65,7 @@ class WeightGradients {
 
  private:
   /// Two parts of a kept row: where they begin, how many columns they have, and where their product
-  /// and the sum of the left one are added.
+  /// and the sum of the left part are added.
   struct Product {
     u32 left_at;
     u32 left;
@@ -141,7 +141,8 @@ class WeightGradients {
 
   const u8* kept_row(u32 row) const { return kept_ + u64{row} * rows_.kept_bytes(); }
 
-  /// Panels of columns of the left factor, a row times its weight at a time; zeros up to `depth`.
+  /// Packs panels of columns of the left factor, one row times its weight at a time; zeros up to
+  /// `depth`.
   void pack_left(const u32* rows, u32 count, u32 depth, u32 from, u32 columns) {
     std::fill_n(scratch_.left.get(), std::size_t{columns} * depth, 0.0F);
     for (u32 k = 0; k < count; ++k) {

@@ -126,7 +126,7 @@ class CountsSubscriber {
     return late;
   }
 
-  /// Whether ranks announce to each other which call they make: not a rank alone.
+  /// Whether ranks announce to each other which call they make: not if there is only one.
   bool says_calls() const { return rank_.geometry().world > 1; }
 
   /// Announces this call before the first look, so that a peer that makes another call learns of it

@@ -213,7 +213,7 @@ class Processor : Pace<P> {
         break;
       case TaskKind::route:      // counted by the warps that ran it, which must finish the routing
       case TaskKind::dispatch:   // the courier's (courier.hpp)
-      case TaskKind::replicate:  // likewise
+      case TaskKind::replicate:  // the courier's
         break;
     }
     if (P::lane() == 0) {  // after what others wait for
@@ -359,9 +359,9 @@ class Processor : Pace<P> {
     return true;
   }
 
-  /// Makes part `number` of a plan of few rows, and its word, if this call is planned so: then the
-  /// plan is made. Otherwise this part and all later ones are handed out in the ring. `found`: what
-  /// a look at all counts has found. False: leave.
+  /// Makes part `number` of a plan of few rows, and its word, if this call is planned by counts:
+  /// then the plan is made. Otherwise this part and all later ones are handed out in the ring.
+  /// `found`: what a look at all counts has found. False: leave.
   ///
   /// The first look mostly finds no counts. Then the function makes some part of what is there, and
   /// forgets it: so the code is loaded while counts are under way, and not when they are here.

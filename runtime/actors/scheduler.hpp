@@ -404,7 +404,7 @@ class Scheduler {
   const Rank<P>& rank_;
   const Call& call_;
   CallState& state_;
-  Batch first_;  // of first products
+  Batch first_;  // GEMM0's words
   Batch second_;
   u32 sweeps_ = 0;
   u32 waiting_most_ = 0;  // words published and not claimed, at most

@@ -16,8 +16,8 @@ namespace moeos {
 template <Platform P>
 class GraceTime {
  public:
-  /// For each link of the chain, from the rank that sees who is late: how much longer each rank
-  /// waits than the next, since ranks' deadlines may end one after the other.
+  /// For each link of the chain, from the rank that knows which one is late: how much longer each
+  /// rank waits than the next, since ranks' deadlines may end one after the other.
   static constexpr u64 kLinkNsMost = 250'000'000;
   static constexpr u32 kLinksOfDeadline = 8;
   /// Links of the longest chain.

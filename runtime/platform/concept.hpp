@@ -47,8 +47,8 @@ concept Platform = requires(const P& platform, u32* word, const u32* read_only, 
   { P::exclusive_or(value) } -> SameAs<u32>;  // of all lanes' values
   { P::alike(value) } -> SameAs<u32>;         // as a ballot: lanes that have this lane's value
   P::sync_lanes();
-  // The same value, opaque to the compiler: what follows from it is computed where it is needed,
-  // and takes no register before.
+  // The value, opaque to the compiler: what follows from it is computed where it is needed, and
+  // takes no register before.
   { P::opaque(value) } -> SameAs<u32>;
 
   // Atomics, each with the scope of the actors that must agree.
@@ -59,7 +59,7 @@ concept Platform = requires(const P& platform, u32* word, const u32* read_only, 
   { P::template add_relaxed<Scope::device>(word, value) } -> SameAs<u32>;  // the value before
   P::template count_relaxed<Scope::device>(word, value);  // adds; the value before is not returned
   P::template count_relaxed<Scope::device>(wide, u64{0});
-  P::template add_release<Scope::system>(word, value);  // likewise
+  P::template add_release<Scope::system>(word, value);  // the value before is not returned
   {
     P::template add_acquire_release<Scope::device>(word, value)
   } -> SameAs<u32>;  // the value before

@@ -71,20 +71,20 @@ struct SharedMaps {
 struct TensorMaps : ForwardMaps, SharedMaps {};
 
 struct RankArguments : TensorMaps {
-  // Of the workspace, for layers of this shape:
+  // Workspace, for layers of this shape:
   u8* heap;
   MemoryParts<u8*> memory;
   u8* const* peers;  // [2][P]: heaps that this GPU addresses, or null; then the targets of puts. In
                      // this rank's numbering of peers
   u8* intermediate_rows;
   HeapPlace place;
-  // Of the layer:
+  // Layer:
   u32 rank;               // in the whole world (Rank::everywhere)
   Failure* host_failure;  // in the host's memory: see host_failure.cuh
   u64 deadline_ns;
   u64 code;  // address and size of the kernel's instructions, or 0 and 0
   u64 code_bytes;
-  // Of its parameters:
+  // Parameters:
   const float* selection_bias;  // [R] or null, as router_bias and expert_scale
   const float* router_bias;
   const float* expert_scale;
@@ -98,7 +98,7 @@ struct RankArguments : TensorMaps {
   const u8* shared_w2_scale;
   const float* shared_w1_scale_2;
   const float* shared_w2_scale_2;
-  // Of the call:
+  // Call:
   const u8* x_rows;
   u8* out;
   const void* topk_ids;  // routing given by the caller, [rows, k], or null

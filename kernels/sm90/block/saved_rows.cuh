@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rows whose values before the activation a forward call saves for its gradient call: for each
-// source the first ones in the order of sending.
+// The rows whose values before the activation a forward call saves for its gradient call: each
+// source's first rows in the order of sending.
 //
 // That order follows from the routing alone, so both calls find a row at the same index, however
 // rows are packed into tiles. Kernels without kSaves save nothing. Must not depend on: the values

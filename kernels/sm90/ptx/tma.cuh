@@ -38,9 +38,9 @@ inline void load_box(const TensorMap& map, void* destination, Barrier& barrier, 
 /// Rows of weights that a box holds in an order of its own.
 inline constexpr u32 kOrderedRows = 32;
 
-/// load_box for weights: a multiple of kOrderedRows rows from `row`, a multiple of 8, on. Of each
-/// kOrderedRows, row 8b + 2a + i lies at 8a + 2b + i: its map has the dimensions columns, i, b
-/// (each 8 rows; `row` is a number of these), a (each 2 rows), and kOrderedRows rows.
+/// load_box for weights: a multiple of kOrderedRows rows from `row`, a multiple of 8, on. In each
+/// group of kOrderedRows rows, row 8b + 2a + i lies at 8a + 2b + i: its map has the dimensions
+/// columns, i, b (each 8 rows; `row` is a number of these), a (each 2 rows), and kOrderedRows rows.
 inline void load_weights(const TensorMap& map, void* destination, Barrier& barrier, u32 row,
                          u32 column, CachePolicy policy) {
   asm volatile(

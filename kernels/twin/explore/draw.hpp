@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a run draws from its seed.
+// Random numbers that a run draws from its seed.
 #pragma once
 
 #include <random>

@@ -20,9 +20,9 @@ namespace moeos::twin {
 namespace {
 
 constexpr u32 kCalls = 3;
-constexpr u64 kPointsMost = 20'000'000;  // of a run; the longest seen take a tenth of it
+constexpr u64 kPointsMost = 20'000'000;  // of a run; the longest runs seen take a tenth of it
 
-/// A world whose experts may be cut into slices, and whose calls may be of gradients.
+/// A world whose experts may be cut into slices, and whose calls may be gradient calls.
 RandomWorld draw_explored(Random& random, bool gradients) {
   RandomWorld world = draw_world(random, Extent::fibers);
   draw_slices(random, world, 1);
@@ -32,7 +32,7 @@ RandomWorld draw_explored(Random& random, bool gradients) {
   return world;
 }
 
-/// A word that peers or actors write, and what to put there.
+/// A word that peers or actors write, and the bits to flip in it.
 struct Damage {
   std::string what;
   u8* word;
@@ -96,7 +96,7 @@ class Fault : public Device {
     // One bit, or any of them.
     const u64 bits = draw(random, 0, 1) == 0 ? u64{1} << draw(random, 0, 63) : random();
     const u64 low = static_cast<u32>(bits) != 0 ? static_cast<u32>(bits) : bits >> 32;
-    const auto early = [&](u64 count) {  // places that are used first are used most
+    const auto early = [&](u64 count) {  // entries that are used first are used most
       return static_cast<u32>(random() % (1 + random() % count));
     };
     const u32 least = g.tells_bases() ? 0 : 1;
@@ -162,7 +162,7 @@ class Fault : public Device {
   std::string text_ = "no fault";
 };
 
-/// A world, its calls, and what came of them.
+/// A world, its calls, and their outcome.
 class Run {
  public:
   Run(u64 seed, Strategy strategy, Scenario scenario)
@@ -245,7 +245,7 @@ class Run {
     wrong_ = wrong_.empty() ? said.str() : wrong_;
   }
 
-  /// All ranks' calls, one after the other and without a barrier.
+  /// Makes all ranks' calls, one after the other and without a barrier.
   void make_calls() {
     const u32 world = world_.geometry.ranks();
     std::vector<u32> made(world, 0);
@@ -294,7 +294,7 @@ class Run {
     }
   }
 
-  /// In a rank's fiber, before a call: now and then it begins later than it could.
+  /// In a rank's fiber, before a call: now and then delays its beginning.
   void be_late(u32 rank) {
     if (scenario_ == Scenario::late && draw(random_, 0, 2) == 0) {
       const u64 most_ns = world_.settings.deadline_ns / 10;
@@ -303,7 +303,7 @@ class Run {
     }
   }
 
-  /// What came of a rank's calls, of which the first `made` ended well.
+  /// Judges a rank's calls, of which the first `made` ended well.
   void judge(u32 rank, u32 made) {
     for (u32 call = 0; call < made; ++call) {
       const double error = gradients_ ? error_of_call(world_, experts_, rank, calls_[rank][call],
@@ -336,7 +336,7 @@ class Run {
     }
   }
 
-  /// After a failure all ranks are reset, and the same calls are right.
+  /// After a failure resets all ranks, makes the same calls again, and expects them to be right.
   void begin_again() {
     schedule_.release();
     for (const auto& nic : nics_) {
@@ -352,7 +352,7 @@ class Run {
   }
 
   Random random_;
-  bool gradients_;  // calls are of gradients
+  bool gradients_;  // calls are gradient calls
   Scenario scenario_;
   RandomWorld world_;
   Experts experts_;

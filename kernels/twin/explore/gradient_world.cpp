@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Calls of gradients in random worlds. See gradient_world.hpp.
+// Gradient calls in random worlds. See gradient_world.hpp.
 #include "kernels/twin/explore/gradient_world.hpp"
 
 #include <algorithm>
@@ -12,8 +12,8 @@ namespace moeos::twin {
 
 namespace {
 
-/// The largest difference, by the largest of what is right, or 1: sums of large products cancel.
-/// Infinite for what is no number.
+/// The largest difference, divided by the largest right value, or by 1: sums of large products
+/// cancel. Infinite for values that are no numbers.
 double error_of(const float* found, const double* right, u64 count, double largest = 1.0) {
   double worst = 0.0;
   for (u64 i = 0; i < count; ++i) {
@@ -24,14 +24,15 @@ double error_of(const float* found, const double* right, u64 count, double large
   return worst / largest;
 }
 
-constexpr float kOfShared = 0.25F;  // what each slice adds to the gradient of what weighs these
+constexpr float kOfShared = 0.25F;  // what each slice adds to the gradient of the shared experts'
+                                    // weight
 
 void add(const float* from, u64 count, float* to) {
   std::transform(from, from + count, to, to, std::plus<float>());
 }
 
-/// One pair's, by the definition: adds to the gradient of x and to those of weights, and returns
-/// that of the pair's weight.
+/// One pair's gradients, by the definition: adds to the gradient of x and to those of weights, and
+/// returns the gradient of the pair's weight.
 double add_pair(const RandomWorld& world, const Experts& experts, u32 expert, const float* x,
                 const float* d_out, double weight, double* d_x, WeightSums<double>& d_weights) {
   const u32 hidden = world.shape.hidden;
@@ -157,7 +158,8 @@ double error_of_call(const RandomWorld& world, const Experts& experts, u32 rank,
   for (u32 token = 0; token < call.tokens; ++token) {
     std::vector<double> d_x(hidden, 0.0);
     std::vector<double> d_topk(g.top_k, 0.0);
-    double terms = 1.0;  // the largest of what slices add up, whose roundings stay where it cancels
+    double terms = 1.0;  // the largest term that slices add up, whose rounding remains where the
+                         // sum cancels
     const u64 first = u64{token} * hidden;
     for (u32 j = 0; j < g.top_k; ++j) {
       const u32 pair = token * g.top_k + j;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Calls of gradients in random worlds, and what they are in double precision.
+// Gradient calls in random worlds, and their results in double precision.
 //
-// May not know: how ranks run.
+// Must not depend on: how ranks run.
 #pragma once
 
 #include <vector>
@@ -10,40 +10,41 @@
 
 namespace moeos::twin {
 
-/// Makes a world's calls ones of gradients, of a plain layer without shared experts; its experts
-/// may be cut into slices.
+/// Makes a world's calls gradient calls of a plain layer without shared experts; its experts may be
+/// cut into slices.
 void make_gradient_world(RandomWorld& world);
 
-/// What a call of gradients gets and makes beside what a forward call has.
+/// What a gradient call gets and makes in addition to a forward call's tensors.
 struct CallGradients {
   std::vector<float> d_out, d_topk_weights, d_shared;
 };
-/// Of each rank's calls; those of ranks with the same tokens are equal.
+/// For each rank's calls; those of ranks with the same tokens are equal.
 std::vector<std::vector<CallGradients>> draw_gradients(
     Random& random, const RandomWorld& world, const std::vector<std::vector<RankCall>>& calls);
 
-/// Of weights, of all calls of all ranks.
+/// Gradients of weights, summed over all calls of all ranks.
 template <class Number>
 struct WeightSums {
   std::vector<Number> w1, w2;
 };
-/// Zeros: of one rank's experts, or of its slices, and of all experts.
+/// Zeros: for one rank's experts, or its slices, and for all experts.
 WeightSums<float> no_sums(const RandomWorld& world, const Experts& experts, u32 rank);
 WeightSums<double> no_sums(const Experts& experts);
 
-/// What a rank hands to TwinRank::forward beside its operands_of(); nothing of a call before is
-/// left in `gradients`.
+/// What a rank passes to TwinRank::forward in addition to its operands_of(); clears what an earlier
+/// call has left in `gradients`.
 GradientOperands gradients_of(const RandomWorld& world, CallGradients& gradients,
                               WeightSums<float>& sums);
 
 /// The error of one call's gradients of x and of weights of experts, which kErrorMost bounds: the
-/// largest difference by the largest of what is right, or by 1, as sums of large products cancel;
-/// infinite for what is no number. Adds what the call adds to gradients of w1 and w2; of ranks with
-/// the same tokens the first one does.
+/// largest difference divided by the largest right value, or by 1, as sums of large products
+/// cancel; infinite for values that are no numbers. Adds the call's share to the gradients of w1
+/// and w2; among ranks with the same tokens only the first one adds it.
 double error_of_call(const RandomWorld& world, const Experts& experts, u32 rank,
                      const RankCall& call, const CallGradients& gradients,
                      WeightSums<double>& right);
-/// Of the gradients of w1 and w2 that ranks have found; a replica has those of its own rows.
+/// The error of the gradients of w1 and w2 that ranks have found; a replica has those of its own
+/// rows.
 double error_of_sums(const RandomWorld& world, const Experts& experts,
                      const std::vector<WeightSums<float>>& found, const WeightSums<double>& right);
 

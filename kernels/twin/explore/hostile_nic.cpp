@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Puts on their way. See hostile_nic.hpp.
+// Puts under way. See hostile_nic.hpp.
 #include "kernels/twin/explore/hostile_nic.hpp"
 
 #include <algorithm>
@@ -8,7 +8,8 @@
 
 namespace moeos::twin {
 
-/// Whatever the asking actor has done, and acquired, is done when the card reads and writes.
+/// Everything that the requesting actor has done, and acquired, precedes the card's reads and
+/// writes.
 void HostileNic::note_request() const {
   if (witness != nullptr) {
     witness->follows(witnessed_, witness->running());
@@ -104,7 +105,7 @@ bool HostileNic::act(Random& random, bool all_wait) {
         ready_.push_back(i);
       }
     }
-    // Never empty: nothing waits for what has more fences before it.
+    // Never empty: the pieces with the fewest fences before them wait for no other put.
     const std::size_t chosen = ready_[random() % ready_.size()];
     const Piece piece = pieces_[chosen];
     pieces_.erase(pieces_.begin() + static_cast<std::ptrdiff_t>(chosen));
@@ -114,7 +115,7 @@ bool HostileNic::act(Random& random, bool all_wait) {
 }
 
 void HostileNic::quiet() {
-  for (const Piece& piece : pieces_) {  // in the order in which they were put: one that may be
+  for (const Piece& piece : pieces_) {  // in the order in which they were put, which is a valid one
     arrive(piece);
   }
   pieces_.clear();

@@ -2,9 +2,9 @@
 // A network card that keeps its promises and nothing else.
 //
 // Puts to a rank overtake each other unless they are fenced, bytes are read when they leave and not
-// when they are put, a put arrives in pieces, and a signal comes as late behind its bytes as a seed
-// likes. It takes no more than a limit of bytes for one rank, and refuses puts beyond it. May not
-// know: rows, windows.
+// when they are put, a put arrives in pieces, and a signal comes as late after its bytes as a seed
+// chooses. It takes no more than a limit of bytes for one rank, and refuses puts beyond it. Must
+// not depend on: rows, windows.
 #pragma once
 
 #include <vector>
@@ -46,8 +46,8 @@ class HostileNic : public Nic, public Device {
     u64 bytes;
     u64 value;
     SignalOp op;
-    u64 fences;  // before it
-    u64 put;     // of which it is a part: a signal waits for the bytes of its own
+    u64 fences;  // fences before it
+    u64 put;     // the put that it is a part of: a signal waits for the bytes of its own put
   };
 
   bool take(u32 rank, const void* source, u64 offset, u64 bytes);
@@ -60,7 +60,7 @@ class HostileNic : public Nic, public Device {
   std::vector<u64> held_;  // [rank]: bytes
   std::vector<Piece> pieces_;
   std::vector<std::size_t> ready_;
-  u32 act_one_in_ = 0;  // accesses: drawn at the first
+  u32 act_one_in_ = 0;  // accesses: drawn at the first one
   u64 fences_ = 0;
   u64 puts_ = 0;
   u64 refused_ = 0;

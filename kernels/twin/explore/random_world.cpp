@@ -21,7 +21,7 @@ namespace {
 float draw_code(Random& random, WeightFormat format, bool upper, std::vector<u8>& codes) {
   u32 code = draw(random, 0, is_fp8(format) ? 255 : 15);
   if (is_fp8(format)) {
-    code -= code % 128 == 127 ? 1 : 0;  // that is no number
+    code -= code % 128 == 127 ? 1 : 0;  // not NaN
   }
   if (upper) {
     codes.back() |= static_cast<u8>(code << 4);
@@ -43,7 +43,7 @@ float draw_scale(Random& random, WeightFormat format, std::vector<u8>& scales) {
     scales.push_back(static_cast<u8>(draw(random, 0x30, 0x40)));
     return e4m3(scales.back());
   }
-  float scale = static_cast<float>(draw(random, 128, 256)) / 256.0F;  // BF16 has it as well
+  float scale = static_cast<float>(draw(random, 128, 256)) / 256.0F;  // BF16 represents it as well
   scale *= is_fp8(format) ? 0x1p-9F : 0x1p-4F;
   const u32 bits = __builtin_bit_cast(u32, scale);
   for (u32 byte = 4 - scale_bytes(format); byte < 4; ++byte) {
@@ -52,7 +52,7 @@ float draw_scale(Random& random, WeightFormat format, std::vector<u8>& scales) {
   return scale;
 }
 
-/// So many matrices in a format; `numbers` becomes what they stand for.
+/// Draws `matrices` quantized matrices; `numbers` becomes their dequantized values.
 Codes draw_codes(Random& random, WeightFormat format, u64 matrices, u32 rows, u32 columns,
                  std::vector<float>& numbers) {
   Codes drawn;
@@ -80,10 +80,10 @@ Codes draw_codes(Random& random, WeightFormat format, u64 matrices, u32 rows, u3
   return drawn;
 }
 
-/// Numbers become what their codes stand for. Where one is near a tie it may become another code,
-/// as sums in fp32 do not end alike: `doubts` says by how much a number may be off, before and then
-/// after. Near: as that, and `unsure` of itself and of the largest. A largest number that is off
-/// changes all scales of its group.
+/// Quantizes and dequantizes `numbers`. Where a number is near a tie it may become another code,
+/// since fp32 sums differ in rounding: `doubts` says by how much a number may be off, before and
+/// after. Near means within its doubt plus `unsure` times the number and the largest number. If the
+/// largest number is off, all scales of its group change.
 void round_to_codes(std::vector<double>& numbers, u32 group, double unsure,
                     std::vector<double>& doubts) {
   for (u32 first = 0; first < numbers.size(); first += group) {
@@ -107,8 +107,8 @@ void round_to_codes(std::vector<double>& numbers, u32 group, double unsure,
   }
 }
 
-/// sum += weight times MLP number `mlp` of some with so many inner values, of x; `doubt`: by how
-/// much that may be off, if rows are `coded`.
+/// sum += weight times the output for x of MLP `mlp`, which has `inner` inner values; `doubt`: by
+/// how much that may be off, if rows are `coded`.
 void add_mlp(const LayerShape& shape, const std::vector<float>& w1, const std::vector<float>& w2,
              u32 mlp, u32 inner, bool coded, double weight, const float* row,
              std::vector<double>& sum, std::vector<double>& doubt) {
@@ -152,7 +152,7 @@ void add_mlp(const LayerShape& shape, const std::vector<float>& w1, const std::v
   }
 }
 
-/// How long rows are, and in how many parts products are cut.
+/// Sets the length of rows, and the number of parts of products.
 void size_rows(const LayerShape& shape, Geometry& g) {
   const bool coded = shape.codes_rows();
   g.row_bytes = shape.hidden * sizeof(float);
@@ -176,7 +176,7 @@ void size_rows(const LayerShape& shape, Geometry& g) {
   }
 }
 
-/// Makes experts lie anywhere, some in several ranks, with a table that says where.
+/// Places experts anywhere, some in several ranks, with a table that says where.
 void draw_table(Random& random, RandomWorld& world) {
   Geometry& g = world.geometry;
   const u32 experts = g.experts;
@@ -192,7 +192,8 @@ void draw_table(Random& random, RandomWorld& world) {
   for (u32 i = 0; i < experts; ++i) {
     put(order[i], i % g.world);
   }
-  const bool copies = g.capacity >= g.max_tokens;  // (else who drops them is another rule's)
+  const bool copies = g.capacity >= g.max_tokens;  // (otherwise another rule decides which copy
+                                                   // drops them)
   for (u32 rank = 0; copies && rank < g.world; ++rank) {
     for (const u32 expert : order) {
       const auto here = [&](u32 place) { return place / each == rank; };
@@ -212,7 +213,7 @@ void draw_table(Random& random, RandomWorld& world) {
   g.experts = g.world * each;
 }
 
-/// Values of all experts, as ranks hold them.
+/// The values of all experts, as ranks hold them.
 template <class T>
 std::vector<T> held(const RandomWorld& world, const std::vector<T>& all) {
   const Geometry& g = world.geometry;
@@ -227,7 +228,7 @@ std::vector<T> held(const RandomWorld& world, const std::vector<T>& all) {
   }
   return values;
 }
-/// What all ranks hold, as the shape has it on each of them.
+/// What all ranks hold, in the layout that the shape has on each rank.
 std::vector<float> lying(const RandomWorld& world, const MatrixLayout& layout, u32 halves,
                          const std::vector<float>& plain) {
   const u64 of_rank = plain.size() / world.geometry.ranks();
@@ -253,7 +254,7 @@ RandomWorld draw_world(Random& random, Extent extent) {
   g.world = worlds[draw(random, 0, small ? 3 : 4)];
   g.experts = g.world * draw(random, 1, 4);
   g.top_k = draw(random, 1, minimum(g.experts, 8U));
-  // Now and then more than eight Route blocks: look-ups among them then take more than one round.
+  // Now and then more than eight Route blocks: then a look-up among them takes more than one round.
   g.max_tokens = small                     ? draw(random, 1, 24)
                  : draw(random, 0, 9) == 0 ? draw(random, 300, 600)
                                            : draw(random, 1, 150);
@@ -295,7 +296,7 @@ RandomWorld draw_world(Random& random, Extent extent) {
   // All peers on one node, each on its own, or a mix of direct and remote peers.
   const u32 ranks_per_node = draw(random, 0, 2) == 0 ? g.world : draw(random, 1, g.world);
   g.remote = ranks_per_node < g.world ? 1 : 0;
-  g.window_rows = draw(random, 0, 1) == 0 ? 0 : draw(random, 1, 400);  // 0: as small as it may be
+  g.window_rows = draw(random, 0, 1) == 0 ? 0 : draw(random, 1, 400);  // 0: as small as possible
   g.dedup_rows = draw(random, 0, 1) == 0 ? 0 : draw(random, 1, small ? 8 : 60);
   g.dispatch_tokens = draw(random, 0, 1) == 0 ? 0 : draw(random, 1, small ? 8 : 60);
   g.up_front_rows = draw(random, 0, 1) == 0 ? 0 : 8 * draw(random, 1, 8);
@@ -308,10 +309,10 @@ RandomWorld draw_world(Random& random, Extent extent) {
     shape.shared_intermediate = 8 * draw(random, 1, eights);
     shape.shared_gate = draw(random, 0, 1) == 0;
   }
-  Random aside = random;  // so that a seed means the same calls, in the same order, in any format
+  Random aside = random;  // so that a seed gives the same calls, in the same order, in any format
   if (draw(aside, 0, 3) == 0) {  // with last scales that have fewer columns than a layer's do
     world.shape.weight_format = static_cast<WeightFormat>(draw(aside, 1, 6));
-    if (is_fp8(world.shape.weight_format) && draw(aside, 0, 1) == 0) {  // of another size, then
+    if (is_fp8(world.shape.weight_format) && draw(aside, 0, 1) == 0) {  // then with other sizes
       world.shape.activation_format = ActivationFormat::fp8_group128;
       world.shape.hidden = kTokenGroup;
       world.shape.intermediate = kHiddenGroup * draw(aside, 1, 2);
@@ -442,8 +443,8 @@ RankCall draw_call(Random& random, const RandomWorld& world) {
   call.out.assign(u64{call.tokens} * world.shape.hidden, NAN);
   Random aside = random;
   const bool left = draw(aside, 0, 3) == 0;
-  call.leaves_partials = left && g.sliced() && !world.settings.gradients;  // whose sums come back
-  const bool hot = draw(random, 0, 2) == 0;  // the same few experts for everyone
+  call.leaves_partials = left && g.sliced() && !world.settings.gradients;  // caller sums up
+  const bool hot = draw(random, 0, 2) == 0;  // the same few experts for every token
   for (u32 token = 0; token < call.tokens; ++token) {
     std::vector<i32> experts(g.routed_experts());
     for (u32 e = 0; e < g.routed_experts(); ++e) {
@@ -476,7 +477,7 @@ std::vector<std::vector<RankCall>> draw_calls(Random& random, const RandomWorld&
 Operands operands_of(const RandomWorld& world, const Experts& experts, u32 rank, RankCall& call) {
   static const i32 kNobody = -1;  // routing is given even where there is no token
   const LayerShape& shape = world.shape;
-  // Of what experts have, the part of this rank's.
+  // This rank's part of what experts have.
   const Geometry& g = world.geometry;
   const u32 slice = rank % slices_of(world);
   const u32 place = slice * g.world + holder_of(world, rank);
@@ -486,7 +487,7 @@ Operands operands_of(const RandomWorld& world, const Experts& experts, u32 rank,
   const auto of_slice = [&](const auto& all) {
     return all.data() + all.size() / slices_of(world) * slice;
   };
-  // What a matrix is read from: its numbers, or its codes.
+  // The data of a matrix: its plain values, or its codes.
   const auto read = [](WeightFormat format, const auto* numbers, const auto* codes) {
     return format == WeightFormat::plain ? static_cast<const void*>(numbers) : codes;
   };
@@ -527,7 +528,7 @@ double largest_error(const RandomWorld& world, const Experts& experts, const Ran
   const bool scatters = g.sliced() && g.sums_everywhere == 0 && !call.leaves_partials;
   const TokenRange own =
       scatters ? tokens_owned(g, call.tokens, rank % slices_of(world)) : TokenRange{0, call.tokens};
-  // The slices of which a rank's output is the sum.
+  // The slices whose sum is a rank's output.
   const u32 first = call.leaves_partials ? rank % slices_of(world) : 0;
   const u32 end = call.leaves_partials ? first + 1 : slices_of(world);
   for (u32 token = 0; token < own.end; ++token) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Random small layers and calls, and their results in double precision.
 //
-// Routing is given by the caller, so that a near-tie in the router cannot be mistaken for an error.
-// May not know: how ranks run.
+// The caller gives the routing, so that a near-tie in the router cannot be mistaken for an error.
+// Must not depend on: how ranks run.
 #pragma once
 
 #include <vector>
@@ -17,7 +17,7 @@
 
 namespace moeos::twin {
 
-/// What a world is drawn for.
+/// The use of a world.
 enum class Extent {
   threads,  ///< up to 8 ranks and 600 tokens
   fibers,   ///< up to 4 ranks and 24 tokens, in chunks and tiles of few rows: many messages, little
@@ -31,31 +31,31 @@ struct RandomWorld {
 };
 RandomWorld draw_world(Random& random, Extent extent);
 
-/// Normally distributed numbers, of so large a deviation.
+/// Normally distributed numbers with this standard deviation.
 std::vector<float> draw_floats(Random& random, u64 count, float deviation);
 
-/// Now and then cuts a world's experts into slices, each of them as large as an expert was, and
-/// held by so many ranks at most; `random` stays as it is. For who runs Geometry::ranks() ranks,
-/// with what the next two say.
+/// Now and then cuts a world's experts into slices, each as large as an expert was, held by at most
+/// `holders_most` ranks; does not change `random`. For callers that run Geometry::ranks() ranks,
+/// with holder_of and settings_of.
 void draw_slices(const Random& random, RandomWorld& world, u32 holders_most);
-/// How many there are; 1 where experts are whole.
+/// The number of slices; 1 where experts are whole.
 u32 slices_of(const RandomWorld& world);
-/// Of a rank of all: its number among those that hold its slice, and what it is told.
+/// For a rank of the whole world: its number among those that hold its slice, and its settings.
 u32 holder_of(const RandomWorld& world, u32 rank);
 TwinSettings settings_of(const RandomWorld& world, u32 rank);
 
-/// An expert's places, of those of all ranks that hold a slice.
+/// An expert's places, among those of all ranks that hold a slice.
 std::vector<u32> places_of(const RandomWorld& world, u32 expert);
 
-/// Matrices of weights in a format; all empty where weights are plain.
+/// Quantized matrices of weights; all empty where weights are plain.
 struct Codes {
   std::vector<u8> codes, scales;
   std::vector<float> scales_2;
 };
 
-/// All experts' weights, and the shared ones'; of slices those of the first one, then of the next.
-/// With a format matrices are the numbers of codes. What ranks hold has an expert's values in each
-/// of its places, and zeros in those without one.
+/// All experts' weights, and the shared ones'; with slices those of the first slice, then of the
+/// next. With a format, matrices have the dequantized values. What ranks hold has an expert's
+/// values in each of its places, and zeros in places without an expert.
 struct Experts {
   std::vector<float> gate, w1, w2, shared_w1, shared_w2, shared_gate;
   std::vector<float> held_w1, held_w2;
@@ -63,8 +63,8 @@ struct Experts {
 };
 Experts draw_experts(Random& random, const RandomWorld& world);
 
-/// Calls each(where it lies in the plain way, where it lies) with each element of so many MLPs'
-/// matrices. Up rows that are apart lie after all gate rows here, so that a vector has both.
+/// Calls each(index in the plain layout, index) with each element of `mlps` MLPs' matrices. Up rows
+/// that are a tensor of their own come after all gate rows here, so that a vector has both.
 template <class Each>
 void for_each_element(const MatrixLayout& layout, u32 halves, u32 mlps, Each each) {
   const u64 gates = u64{mlps} * layout.rows * layout.depth;
@@ -80,7 +80,7 @@ void for_each_element(const MatrixLayout& layout, u32 halves, u32 mlps, Each eac
     }
   }
 }
-/// The up rows of a rank's w1, or of its gradient, if they are apart; else null.
+/// The up rows of a rank's w1, or of its gradient, if they are a tensor of their own; else null.
 template <class Pointer>
 Pointer ups_of(const LayerShape& shape, Pointer w1, u64 size) {
   return shape.gate_up == GateUp::separate ? w1 + size / 2 : nullptr;
@@ -94,14 +94,14 @@ struct RankCall {
   std::vector<i32> ids;
 };
 RankCall draw_call(Random& random, const RandomWorld& world);
-/// [rank][call]: so many calls of each rank of all; those of ranks with the same tokens are alike.
+/// [rank][call]: `calls` calls of each rank; those of ranks with the same tokens are alike.
 std::vector<std::vector<RankCall>> draw_calls(Random& random, const RandomWorld& world, u32 calls);
 
-/// What rank `rank` hands to TwinRank::forward.
+/// What rank `rank` passes to TwinRank::forward.
 Operands operands_of(const RandomWorld& world, const Experts& experts, u32 rank, RankCall& call);
 
-/// By how much the largest element of `call.out` is wrong: |difference| / (1 + |right value|);
-/// infinite for a value that is not a number. Of slices rank `rank` may write some tokens alone.
+/// The error of the worst element of `call.out`: |difference| / (1 + |right value|); infinite for a
+/// value that is not a number. With slices, rank `rank` may write only some tokens.
 double largest_error(const RandomWorld& world, const Experts& experts, const RankCall& call,
                      u32 rank = 0);
 inline constexpr double kErrorMost = 1e-4;  // in float32

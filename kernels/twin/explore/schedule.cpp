@@ -46,7 +46,7 @@ u64 Schedule::spawn(u32 group, std::function<void()> body) {
   fiber->context.uc_stack.ss_sp = fiber->stack.get();
   fiber->context.uc_stack.ss_size = kStackBytes;
   fiber->context.uc_link = nullptr;
-  // makecontext passes ints alone.
+  // makecontext passes only ints.
   const auto self = reinterpret_cast<u64>(this);
   makecontext(&fiber->context, reinterpret_cast<void (*)()>(&Schedule::enter), 2,
               static_cast<u32>(self), static_cast<u32>(self >> 32));
@@ -64,7 +64,7 @@ bool Schedule::ended(u64 fiber) const {
 void Schedule::enter(u32 low, u32 high) {
   auto* self = reinterpret_cast<Schedule*>(u64{high} << 32 | low);
   self->running_->body();
-  if (witness != nullptr) {  // whoever runs the schedule has waited for it
+  if (witness != nullptr) {  // the caller of run() has waited for this fiber
     witness->follows(Witness::kCaller, self->witnessed_[self->running_->number]);
   }
   self->running_->ended = true;
@@ -182,7 +182,7 @@ void Schedule::release() {
 void Schedule::at_access() {
   ++points_;
   if (running_ == nullptr) {
-    return;  // an access of the caller's, before or behind the run
+    return;  // an access of the caller's, before or after the run
   }
   if (points_ > points_most_) {
     for (const auto& fiber : fibers_) {

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Actors of many ranks as fibers of one thread, which take turns as a seed says.
+// Actors of many ranks as fibers of one thread, which take turns as a seed determines.
 //
 // Every atomic access is a point at which another fiber may go on, so a run visits one of the
-// orders in which real threads could have met; the same seed visits it again. Time is virtual: it
-// passes when every fiber has found nothing to do, so a deadline ends a run in which nothing can
-// move, and no other. All memory accesses are ordered here: those that should be are for
-// ThreadSanitizer to find, and for a witness (witness.hpp). May not know: ranks, what an actor
-// does.
+// orders in which real threads could have met; the seed reproduces it. Time is virtual: it passes
+// when every fiber has found nothing to do, so a deadline ends only a run in which nothing can
+// move. All memory accesses are ordered here: ThreadSanitizer and a witness (witness.hpp) find
+// accesses that lack an order. Must not depend on: ranks, what an actor does.
 #pragma once
 
 #include <ucontext.h>
@@ -25,19 +24,19 @@ namespace moeos::twin {
 
 /// How the next fiber is chosen.
 enum class Strategy : u32 {
-  random = 0,  ///< any that has something to do, now and then
-  /// The one of the highest priority, which changes at few points: finds what needs few
-  /// switches at the right places (Burckhardt et al., "A Randomized Scheduler with Probabilistic
+  random = 0,  ///< any fiber that has something to do, now and then
+  /// The fiber of the highest priority, which changes at few points: finds errors that need few
+  /// switches at the right points (Burckhardt et al., "A Randomized Scheduler with Probabilistic
   /// Guarantees of Finding Bugs", ASPLOS 2010).
   priority = 1,
 };
 inline constexpr u32 kStrategies = 2;
 
-/// Something beside the fibers that acts between their accesses: a network card, a fault.
+/// Something other than a fiber that acts between fibers' accesses: a network card, a fault.
 class Device {
  public:
   virtual ~Device() = default;
-  /// Acts once, or not; but if everyone waits, it must act if it can. True: it has acted, or can.
+  /// Acts once, or not; but if all fibers wait, it must act if it can. True: it has acted, or can.
   virtual bool act(Random& random, bool all_wait) = 0;
 };
 
@@ -48,23 +47,24 @@ class Schedule : public Interposer {
   Schedule(const Schedule&) = delete;
   Schedule& operator=(const Schedule&) = delete;
 
-  /// Adds a fiber, by its number. `group` (a rank) can be stopped as a whole.
+  /// Adds a fiber and returns its number. `group` (a rank) can be stopped as a whole.
   u64 spawn(u32 group, std::function<void()> body);
   bool ended(u64 fiber) const;
-  /// Tells the witness, if there is one, that the running fiber has waited for one that has ended.
+  /// Informs the witness, if there is one, that the running fiber has waited for one that has
+  /// ended.
   void note_join(u64 fiber) const;
   /// `device` acts between accesses, and must outlive the run.
   void attach(Device* device) { devices_.push_back(device); }
 
   /// Runs until every fiber has ended that is not stopped. False: that took more than `points`
-  /// accesses, and nothing of it can be used again.
+  /// accesses, and nothing of the schedule can be used again.
   bool run(u64 points);
 
   /// No fiber of the group goes on: its process has died.
   void stop(u32 group);
-  /// Its fibers go on at this time.
+  /// The group's fibers go on at this time.
   void hold(u32 group, u64 until_ns);
-  /// Nobody is held any longer.
+  /// No group is held any longer.
   void release();
 
   /// Atomic accesses so far, of all fibers.
@@ -89,14 +89,14 @@ class Schedule : public Interposer {
     bool stopped = false;
   };
 
-  static constexpr u64 kTickNs = 2'000;  // every fiber has looked once more
-  /// Looks that fibers are given early, at most, before all must rest. Without a bound, many fibers
-  /// that look often never rest at once, and time stands still.
+  static constexpr u64 kTickNs = 2'000;  // in which every fiber looks once more
+  /// Early looks of fibers, at most, before all must rest. Without a bound, many fibers that look
+  /// often never rest at once, and time stands still.
   static constexpr u32 kEarlyLooksMost = 1024;
 
   static void enter(u32 low, u32 high);
   bool may_go_on(const Fiber& fiber) const;
-  /// The fiber that goes on; null when there is none left.
+  /// The fiber that goes on; null when none is left.
   Fiber* choose();
   Fiber* choose_among(const std::vector<Fiber*>& fibers);
   bool act_devices(bool all_wait);
@@ -105,11 +105,12 @@ class Schedule : public Interposer {
   Random random_;
   Strategy strategy_;
   u32 switch_one_in_;    // accesses
-  u32 wake_one_in_;      // of those, at which a fiber looks again that had found nothing
-  u32 early_looks_ = 0;  // of those, since all rested
-  std::vector<std::unique_ptr<Fiber>> fibers_;  // that have not ended, in the order of number
-  std::vector<std::unique_ptr<Fiber>> ended_;   // whose stacks can be used again
-  std::vector<u64> witnessed_;                  // [number]: of all fibers, for the witness
+  u32 wake_one_in_;      // accesses, at one of which a fiber looks again that had found nothing
+  u32 early_looks_ = 0;  // such looks since all rested
+  std::vector<std::unique_ptr<Fiber>> fibers_;  // fibers that have not ended, in the order of their
+                                                // numbers
+  std::vector<std::unique_ptr<Fiber>> ended_;   // fibers whose stacks can be used again
+  std::vector<u64> witnessed_;                  // [number]: the witness's numbers of all fibers
   std::vector<Device*> devices_;
   std::vector<Fiber*> candidates_;
   Fiber* running_ = nullptr;

@@ -33,9 +33,9 @@ class Machine {
   static constexpr u32 kReturnsSubscribers = MOEOS_TWIN_RETURNS_SUBSCRIBERS;
   static constexpr bool has_faults() { return true; }
 
-  /// heaps[p]: rank p's heap as mapped in this process. To the runtime, only the ranks of `self`'s
-  /// node are addressable, and it reaches the others by puts: the RDMA path without a NIC, unless
-  /// there is one.
+  /// heaps[p]: rank p's heap as mapped in this process. The runtime addresses only the ranks of
+  /// `self`'s node and reaches the others by puts: the RDMA path without a NIC, unless there is
+  /// one.
   Machine(u8* const* heaps, u32 self, u32 ranks_per_node, Nic* nic = nullptr)
       : heaps_(heaps), node_(self / ranks_per_node), ranks_per_node_(ranks_per_node), nic_(nic) {}
 
