@@ -606,6 +606,32 @@ def test_gradients_are_those_of_eager(made: Any) -> None:
         assert found[name].stride() == gradient.stride(), name
 
 
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        ({"max_tokens": 0}, ValueError, "max_tokens is 0; it must be at least 1"),
+        ({"max_tokens": 8.5}, TypeError, "max_tokens is 8.5; it must be of type int"),
+        ({"max_tokens": "8"}, TypeError, "max_tokens is '8'; it must be of type int"),
+        ({"max_tokens": True}, TypeError, "max_tokens is True; it must be of type int"),
+        ({"max_tokens": None}, TypeError, "max_tokens is None; it must be of type int"),
+        ({"activation_format": "fp8"}, ValueError, "activation_format is 'fp8'; it must be one of"),
+        ({"deadline": 0}, ValueError, "deadline is 0; allowed: above 0"),
+        ({"deadline": "5"}, TypeError, "deadline is '5'"),
+    ],
+    ids=str,
+)
+def test_what_no_model_could_be_computed_with_is_refused_where_it_is_registered(
+    arguments: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    adapter.register(max_tokens=MAX_TOKENS)
+    before = adapter._options
+    with pytest.raises(error, match=f"^transformers with moeos, register: {said}"):
+        adapter.register(**arguments)
+    assert adapter._options == before
+    adapter.register(activation_format="fp8_group128")
+    assert adapter._options.activation_format == "fp8_group128"
+
+
 def test_the_lines_of_the_page_switch_moeos_on() -> None:
     page = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
     section = page.split("## transformers\n")[1].split("\n## ")[0]

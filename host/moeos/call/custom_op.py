@@ -120,7 +120,8 @@ def refuse_onnx() -> None:
         raise RuntimeError(
             "MoELayer and Experts cannot be exported to ONNX, in which no operator makes a call of "
             "several ranks: use torch.export.export, whose program runs in processes that have the "
-            "layer, or export the model with its own experts, which torch.onnx knows"
+            "layer. A model of transformers is exported by torch.onnx's default exporter after "
+            "model.set_experts_implementation('batched_mm')"
         )
 
 

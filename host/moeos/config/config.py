@@ -160,9 +160,12 @@ class MoEConfig:
             of `moeos.Experts`; I gate rows and I up rows of each expert. "concatenated": w1 has all
             gate rows, then all up rows. "interleaved": w1 has gate row 0, up row 0, gate row 1 and
             so on (gpt-oss), and so have b1 and scales that belong to rows. "separate": w1 has the
-            gate rows, and w3 the up rows (torchtitan). A `MoELayer` has "concatenated" alone.
-        transposed: the caller's matrices have a row for each input: w1 is [X, H, 2I] and w2
-            [X, I, H] (gpt-oss, Llama 4, Aria). Not with a `weight_format`, whose codes lie along
+            gate rows, and w3 the up rows (torchtitan); b1 is [X, 2I] then, too, with all gate
+            biases before all up biases. It excludes a `weight_format`. A `MoELayer` has
+            "concatenated" alone.
+        transposed: the caller's matrices have a row for each input: w1 is [X, H, 2I], with
+            `gate_up` "separate" w1 and w3 are [X, H, I], and w2 is [X, I, H] (gpt-oss, Llama 4,
+            Aria). Not with a `weight_format`, whose codes lie along
             inputs, nor in a `MoELayer`.
         result_format: how a token's results return from its experts, to be weighed and added up in
             fp32. None: in `dtype`. "fp8_group128": as e4m3 codes with an fp32 scale for 128

@@ -22,12 +22,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 from moeos.compile import kernel_shape
 from moeos.config.config import MoEConfig
-from moeos.config.element_formats import FORMATS, ActivationFormat
+from moeos.config.element_formats import BLOCK, FORMATS, ActivationFormat
 from moeos.engines.twin import engine as twin
 from moeos.integrations import formula_of, shared, transformers_quantized, transformers_weights
 from moeos.layer.experts import Experts
 from moeos.partition.slicing import Parallel
 from moeos.system.process import Home
+from moeos.world.world import check_deadline
 
 VERSION = "5.24.0"
 """The version of transformers whose interfaces this was written for."""
@@ -117,8 +118,24 @@ def register(
         deadline: seconds that a rank waits for another one in a call.
         activation_format: of `MoEConfig`. "fp8_group128" rounds tokens, and makes a model whose
             experts are in no format raise in its first call.
+
+    Raises:
+        TypeError, ValueError: an argument is none that any model could be computed with.
     """
     global _options
+    try:
+        check_deadline(deadline)
+        MoEConfig(  # of any model that may have the activation format
+            hidden=BLOCK,
+            intermediate=BLOCK,
+            experts=1,
+            top_k=1,
+            max_tokens=max_tokens,
+            weight_format="fp8_block128",
+            activation_format=activation_format,
+        )
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{WHERE}, register: {error}") from None
     _options = _Options(max_tokens, deadline, activation_format)
     ExpertsInterface.register(NAME, experts_forward)
     FP8ExpertsInterface.register(NAME, experts_forward)

@@ -168,12 +168,16 @@ class Experts:
                 contiguous: of this rank's X experts, those of `cfg.experts_of(rank, P)`, or of
                 `placement.ranks[rank]`. A rank without experts passes a tensor of none.
                 `cfg.gate_up` says which rows are gate rows; with "separate" w1 is [X, I, H].
-            w2: [X, H, I], likewise. With `cfg.transposed` w1 is [X, H, 2I or I], and w2 [X, I, H].
-            b1, b2: [X, 2I or I] and [X, H] with `cfg.bias`, likewise. Where experts are cut, X and
-                I are those of a rank's slices, as `MoELayer` has them; b2 is whole, and added once.
+            w2: [X, H, I], likewise. With `cfg.transposed` w1 is [X, H, 2I], or [X, H, I] without a
+                gate or with "separate", and w2 [X, I, H].
+            b1, b2: [X, 2I], or [X, I] without a gate, and [X, H] with `cfg.bias`, likewise. b1 is
+                in the order of w1's rows; with "separate" all gate biases, then all up biases.
+                Where experts are cut, X and I are those of a rank's slices, as `MoELayer` has them;
+                b2 is whole, and added once.
             w1_scale, w2_scale, w1_scale_2, w2_scale_2: with `cfg.weight_format` the scales of w1
                 and w2, which then are codes, as `MoELayer` has them.
-            w3: as w1, the up rows, with `cfg.gate_up` "separate" alone.
+            w3: as w1, the up rows, with `cfg.gate_up` "separate" alone, which excludes
+                `cfg.weight_format`.
             x_scale, tokens, out, pieces: as of `MoELayer.forward`.
             turned: w1, w2 and w3 have rows and columns exchanged: they are `transpose(1, 2)` of
                 what is said above. So a parameter whose strides say that it lies so is passed

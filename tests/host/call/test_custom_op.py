@@ -375,7 +375,7 @@ def test_onnx_is_refused_with_what_works_in_its_place(
             module = nn.Sequential(nn.Linear(CFG.hidden, CFG.hidden), layer)
         elif what == "Experts":
             module = OwnRouting(Experts(CFG, world), layer, call)
-        refused = pytest.raises(Exception, match=r"cannot be exported to ONNX.*torch\.export\.exp")
+        refused = pytest.raises(Exception, match=r"ONNX.*torch\.export\.exp.*'batched_mm'")
         with refused:
             torch.onnx.export(module, (call.x,), io.BytesIO(), dynamo=False)
         exported = torch.export.export(module, (call.x,)).module()  # what works

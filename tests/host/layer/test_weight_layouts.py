@@ -27,6 +27,7 @@ from moeos.partition.slicing import slicing_of
 from moeos.world import virtual
 from tests.layers import config
 from tests.nightly import all_but, in_turn
+from tests.processes import ROOT
 
 Tensors = dict[str, Tensor]
 Routing = Literal["spread", "one expert"]
@@ -413,6 +414,20 @@ def test_a_turned_parameter_without_main_grad_has_a_gradient_that_lies_as_it_doe
     layout: Layout,
 ) -> None:
     check(BASE, layout, (20, 17), How(turned=True))
+
+
+def test_the_example_of_the_page_computes_what_it_says() -> None:
+    page = (ROOT / "docs" / "embedding.md").read_text(encoding="utf-8")
+    code = page.split("## Weights as they lie")[1].split("```python\n")[1].split("```")[0]
+    found: dict[str, Any] = {}
+    exec(compile(code, "docs/embedding.md", "exec"), found)
+    x, gate, up, down = (found[name].double() for name in ("x", "gate", "up", "down"))
+    right = torch.zeros_like(x)
+    for token, (ids, weights) in enumerate(zip(found["ids"], found["weights"], strict=True)):
+        for expert, weight in zip(ids, weights, strict=True):
+            hidden = functional.silu(x[token] @ gate[expert]) * (x[token] @ up[expert])
+            right[token] += weight.double() * (hidden @ down[expert])
+    assert_close(found["y"], right, torch.float32, "y")
 
 
 def test_a_turned_parameter_tells_megatron_that_its_gradient_was_added() -> None:
