@@ -31,6 +31,7 @@ def test_every_exit_code_is_there() -> None:
     assert codes == {
         failures.DONE,
         failures.ABOVE_TOLERANCE,
+        failures.DOES_NOT_FIT,
         failures.BAD_INPUT,
         failures.FAILURE,
     }

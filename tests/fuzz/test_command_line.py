@@ -37,7 +37,7 @@ iterations = 1
 OPTIONS = {
     "run": (
         *("--tokens", "--iterations", "--routing", "--weights", "--prefix", "--input"),
-        *("--input-text", "--deadline", "--backend", "--virtual-ranks", "--seed", "--json"),
+        *("--input-text", "--deadline", "--backend", "--ranks", "--seed", "--json"),
         *("--check", "--no-check"),
     ),
     "plan": ("--ranks", "--tokens", "--json"),
@@ -45,7 +45,7 @@ OPTIONS = {
     "doctor": ("--json",),
 }
 INTEGERS = ("0", "1", "2", "4", "8", "-1", "65", "9" * 23)
-COUNTED = ("--tokens", "--iterations", "--deadline", "--virtual-ranks", "--seed", "--ranks")
+COUNTED = ("--tokens", "--iterations", "--deadline", "--ranks", "--seed")
 FLAGS = ("--check", "--no-check", "--help")
 NUMBERS = (
     *("0", "1", "2", "-1", "3", "5", "65", "1e3", "nan", "inf", "-inf", "0x10", "", " ", "1_0"),

@@ -89,6 +89,6 @@ def test_layers_of_processes_are_right(machine: str) -> None:
 @machines("read-only")
 def test_virtual_ranks_of_the_command_are_right(machine: str) -> None:
     demo = str(ROOT / "configs" / "demo.toml")
-    arguments = ["run", demo, "--virtual-ranks", "2", "--iterations", "1", "--backend", "twin"]
+    arguments = ["run", demo, "--ranks", "2", "--iterations", "1", "--backend", "twin"]
     ended = on(machine, COMMAND, *arguments)
     assert ended.returncode == 0, ended.stderr

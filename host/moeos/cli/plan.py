@@ -73,9 +73,10 @@ def plan(
         Path | None, typer.Option("--json", help=output.JSON_HELP.format("all numbers"))
     ] = None,
 ) -> None:
-    """Says what layers need, whether they fit, and what a call costs, on each rank.
+    """Says whether layers fit, what they need, and what a call costs, on each rank.
 
-    Nothing is allocated.
+    Nothing is allocated. The exit code is 1 where a rank needs more memory than the smallest GPU
+    here has, or an H200 where there is none.
     """
     options = PlanOptions(
         config=config,
@@ -195,15 +196,40 @@ def execute(options: PlanOptions) -> int:
             "rates": {"here": device, "of": rates.device},
         }
         output.write_json(options.json_file, document)
+    gpu, size = _judged(places)
+    fits = backend == "twin" or needed.total <= size
+    _print_verdict(needed, gpu, size, why)
     _print_sizes(cfg, options.config, ranks, weights, sizes, slicing)
-    _print_memory(needed, backend, why, options, places)
+    _print_memory(needed, backend, options, places)
     _print_work(work, options.node, saved, slicing)
     _print_policy(policy, slicing.policy.layout)
     _print_floors(work, options, rates)
     _print_rates(device, rates)
     if cfg.dtype == torch.float32:
         print("the layer is float32: its GEMMs are slower than the BF16 rate above")
-    return failures.DONE
+    return failures.DONE if fits else failures.DOES_NOT_FIT
+
+
+def _judged(places: Mapping[str, int]) -> tuple[str, int]:
+    """The GPU that the verdict is of, and its memory: the smallest one here, else an H200."""
+    here = [name for name in places if name not in memory.GPUS]
+    name = min(here, key=lambda one: places[one], default="H200")
+    return name, places[name]
+
+
+def _print_verdict(needed: RankMemory, gpu: str, size: int, why: str) -> None:
+    """The first line; `why`: no GPU has such a layer."""
+    needs = f"a rank needs {output.size(needed.total)}"
+    if why:
+        print(f"runs on the twin alone: {needs}; no GPU: {why}", flush=True)
+    elif needed.total <= size:
+        print(f"fits: {needs} of {output.size(size)}, {gpu}", flush=True)
+    else:
+        print(
+            f"does not fit: {needs} of {output.size(size)}, {gpu}; plan more --ranks, fewer "
+            "--layers or a lower max_tokens",
+            flush=True,
+        )
 
 
 def _backend_of(cfg: MoEConfig) -> tuple[Backend, str]:
@@ -251,7 +277,6 @@ def _holders(cfg: MoEConfig, ranks: int, slicing: Slicing) -> str:
 def _print_memory(
     needed: RankMemory,
     backend: Backend,
-    why: str,
     options: PlanOptions,
     places: Mapping[str, int],
 ) -> None:
@@ -281,7 +306,6 @@ def _print_memory(
     )
     output.tables(2).print(made)
     if backend == "twin":
-        print(f"no GPU: {why}", flush=True)
         return
     for name, size in places.items():
         share = f"{100 * needed.total / size:.3g} % of {output.size(size)}"

@@ -71,7 +71,7 @@ class RunOptions:
     input_text: tuple[str, ...] = ()
     deadline: float = 30.0
     backend: str = "auto"
-    virtual_ranks: int | None = None
+    ranks: int | None = None
     seed: int = 0
     json_file: Path | None = None
     prometheus: Path | None = None
@@ -156,7 +156,7 @@ def run(
     ] = None,
     deadline: Deadline = 30.0,
     backend: Backend = "auto",
-    virtual_ranks: VirtualRanks = None,
+    ranks: VirtualRanks = None,
     seed: Annotated[int, typer.Option(help="Of weights, random tokens and token counts.")] = 0,
     json_file: Annotated[
         Path | None,
@@ -186,7 +186,7 @@ def run(
         input_text=tuple(input_text or ()),
         deadline=deadline,
         backend=backend,
-        virtual_ranks=virtual_ranks,
+        ranks=ranks,
         seed=seed,
         json_file=json_file,
         prometheus=prometheus,
@@ -204,7 +204,7 @@ def execute(options: RunOptions) -> int:
         lambda world: _run(world, options),
         options.backend,
         deadline=options.deadline,
-        virtual_ranks=("--virtual-ranks", options.virtual_ranks),
+        virtual_ranks=options.ranks,
     )
 
 

@@ -172,7 +172,7 @@ def execute(options: TraceOptions) -> int:
         lambda world: _run(world, options),
         options.backend,
         deadline=options.deadline,
-        virtual_ranks=("--ranks", options.ranks),
+        virtual_ranks=options.ranks,
         trace_events=options.events,
     )
 

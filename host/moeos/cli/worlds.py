@@ -19,7 +19,7 @@ def run(
     backend: str,
     *,
     deadline: float,
-    virtual_ranks: tuple[str, int | None],
+    virtual_ranks: int | None,
     trace_events: int = 0,
 ) -> int:
     """The exit code of a command that all ranks run.
@@ -28,8 +28,8 @@ def run(
         command: what each rank does in its world.
         backend: of `moeos.init`.
         deadline: of `moeos.init`, in seconds.
-        virtual_ranks: the name of the option, and how many ranks it makes in this process; with
-            None the ranks are those that a launcher has started.
+        virtual_ranks: how many ranks this process makes, the option --ranks; with None the ranks
+            are those that a launcher has started.
         trace_events: of `moeos.init`.
 
     Raises what `moeos.init` and the command raise, and `ValueError` for virtual ranks where a
@@ -39,12 +39,11 @@ def run(
     def rank_main(world: moeos.World) -> int:
         return failures.together(world, lambda: command(world))
 
-    option, ranks = virtual_ranks
-    if ranks is None:
+    if virtual_ranks is None:
         with moeos.init(backend, deadline=deadline, trace_events=trace_events) as world:
             return rank_main(world)
     if launchers.detect(os.environ).size != 1:
-        raise ValueError(f"{option} is given, but a launcher has started several ranks")
+        raise ValueError("--ranks is given, but a launcher has started several ranks")
     return moeos.virtual.run(
-        rank_main, ranks, backend, deadline=deadline, trace_events=trace_events
+        rank_main, virtual_ranks, backend, deadline=deadline, trace_events=trace_events
     )[0]

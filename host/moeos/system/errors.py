@@ -6,6 +6,7 @@ Every other bad argument raises ValueError or TypeError.
 This file knows nothing of what raises them.
 """
 
+import contextlib
 from collections.abc import Iterable, Sequence
 
 
@@ -46,7 +47,9 @@ def tell_rank(error: BaseException, rank: str) -> None:
     chain: list[BaseException] = [error]
     while (before := _before(chain[-1])) is not None and before not in chain:
         chain.append(before)
-    if not any(isinstance(one, RankError) for one in chain):
+    if any(isinstance(one, RankError) for one in chain):
+        return
+    with contextlib.suppress(Exception):  # of a class that takes no attributes
         chain[-1].__cause__ = RankError(f"{rank}: {said(error).splitlines()[0]}")
 
 

@@ -402,3 +402,29 @@ def test_a_plan_says_whose_rates_it_uses(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert "no rates are known" not in out
     assert "with an NVIDIA Unheard Of a rank" in out
     assert "100 GB/s" in out
+
+
+# --- the verdict --------------------------------------------------------------------------------
+
+
+def test_the_first_line_is_the_verdict_and_what_does_not_fit_ends_with_1() -> None:
+    code, out, _ = invoke(QWEN)
+    assert code == 0
+    assert re.match(r"fits: a rank needs [\d.]+ GiB of 139.8 GiB, H200\n", out)
+    code, out, err = invoke(QWEN, "--ranks", 1, "--layers", 480)
+    assert (code, err) == (1, "")
+    assert re.match(r"does not fit: a rank needs [\d.]+ GiB of 139.8 GiB, H200; plan more", out)
+    assert "H200: does not fit, " in out  # and all else is there
+
+
+def test_a_verdict_is_of_the_smallest_gpu_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "gpu_memory", lambda: {"large": 10**12, "small": 10**8})
+    code, out, _ = invoke(QWEN)
+    assert code == 1
+    assert re.match(r"does not fit: a rank needs [\d.]+ GiB of 95\.37 MiB, here: small; ", out)
+
+
+def test_a_verdict_of_what_no_gpu_has_is_of_the_twin() -> None:
+    code, out, _ = invoke(ROOT / "configs" / "twin-bench.toml")
+    assert code == 0
+    assert re.match(r"runs on the twin alone: a rank needs [\d.]+ MiB; no GPU: dtype is", out)

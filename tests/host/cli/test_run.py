@@ -105,7 +105,7 @@ def test_a_synthetic_routing_passes_the_check(config: Path, pattern: str) -> Non
 def test_a_layer_with_rules_of_its_own_passes_the_check(rules: str, tmp_path: Path) -> None:
     path = tmp_path / "layer.toml"
     path.write_text(CONFIG + rules + "[run]\ntokens = 40\n")
-    document = results(path, "--virtual-ranks", 2)
+    document = results(path, "--ranks", 2)
     assert document["max_relative_error"] <= document["tolerance"]
 
 
@@ -116,7 +116,7 @@ def test_a_layer_whose_tokens_are_codes_passes_the_check(dtype: str, tmp_path: P
     codes = 'weight_format = "fp8_channel"\nactivation_format = "fp8_group128"\n'
     codes += 'result_format = "fp8_group128"\n'
     path.write_text(sizes + codes + "[run]\ntokens = 40\n")
-    document = results(path, "--virtual-ranks", 2)
+    document = results(path, "--ranks", 2)
     assert document["max_relative_error"] <= document["tolerance"] == 3e-2
     _, out, _ = invoke(path, "--no-check")
     assert "in fp8_channel, tokens in fp8_group128, results in fp8_group128" in " ".join(
@@ -135,7 +135,7 @@ def test_the_json_tells_what_ran_where(config: Path) -> None:
 
 
 def test_virtual_ranks_are_ranks_of_one_process(config: Path) -> None:
-    document = results(config, "--virtual-ranks", 4)
+    document = results(config, "--ranks", 4)
     assert document["ranks"] == 4
     assert [rank["tokens"] for rank in document["by_rank"]] == [[40] * 3] * 4
     assert all(rank["check"]["checked"] >= 119 for rank in document["by_rank"])
@@ -153,7 +153,7 @@ def test_virtual_ranks_are_ranks_of_one_process(config: Path) -> None:
 def test_experts_may_be_sliced(rules: str, parallel: str, tmp_path: Path) -> None:
     path = tmp_path / "layer.toml"
     path.write_text(CONFIG.replace("48", "96") + rules + "[run]\ntokens = 40\nvary_tokens = true\n")
-    document = results(path, "--virtual-ranks", 3, "--parallel", parallel)
+    document = results(path, "--ranks", 3, "--parallel", parallel)
     assert document["max_relative_error"] <= document["tolerance"]
     assert document["parallel"] == parallel
     tokens = [rank["tokens"] for rank in document["by_rank"]]
@@ -165,7 +165,7 @@ def test_experts_may_be_sliced(rules: str, parallel: str, tmp_path: Path) -> Non
 def test_groups_of_ranks_have_slices_of_their_experts(parallel: str, tmp_path: Path) -> None:
     path = tmp_path / "layer.toml"
     path.write_text(CONFIG + "bias = true\n[run]\ntokens = 40\nvary_tokens = true\n")
-    options = ("--virtual-ranks", 4, "--parallel", parallel, "--tensor-ranks", 2)
+    options = ("--ranks", 4, "--parallel", parallel, "--tensor-ranks", 2)
     document = results(path, *options)
     assert document["max_relative_error"] <= document["tolerance"]
     assert (document["parallel"], document["tensor_ranks"]) == (parallel, 2)
@@ -188,7 +188,7 @@ def test_sliced_experts_say_so_and_write_each_token_once(config: Path, tmp_path:
     written = []
     for parallel in ("expert", "tensor", "sharded_tokens"):
         out = tmp_path / f"{parallel}.safetensors"
-        options = (*given, "--output", out, "--parallel", parallel, "--virtual-ranks", 2)
+        options = (*given, "--output", out, "--parallel", parallel, "--ranks", 2)
         code, said, err = invoke(config, *options)
         assert code == 0, err
         assert ("with a slice of each expert" in said) == (parallel != "expert")
@@ -214,7 +214,7 @@ def test_each_expert_and_each_token_is_told_of_once_in_however_many_slices(
     config.write_text(config.read_text().replace("48", "64"))
     path = tmp_path / "run.json"
     routed = ("--routing", "one-expert", "--json", path)  # which no token is near a tie with
-    code, said, err = invoke(config, "--virtual-ranks", 4, *options, *routed)
+    code, said, err = invoke(config, "--ranks", 4, *options, *routed)
     assert code == 0, err
     of = f"of {tokens} pairs (an even share is 12.5 %)"
     assert f"hottest of 8 experts: 0, with 100.0 % {of}" in said
@@ -232,7 +232,7 @@ def test_each_expert_and_each_token_is_told_of_once_in_however_many_slices(
 
 def test_a_layout_of_slices_is_what_the_options_say(config: Path) -> None:
     config.write_text(CONFIG.replace("64", "4"))
-    options = ("--virtual-ranks", 2, "--parallel", "tensor", "--layout", "gathered")
+    options = ("--ranks", 2, "--parallel", "tensor", "--layout", "gathered")
     document = results(config, *options, "--reduce", "fused")
     assert document["max_relative_error"] <= document["tolerance"]
     assert (document["layout"], document["reduce"]) == ("gathered", "fused")
@@ -245,7 +245,7 @@ def test_a_layout_of_slices_is_what_the_options_say(config: Path) -> None:
 
 
 def test_a_layout_of_whole_experts_leaves_them_whole(config: Path) -> None:
-    document = results(config, "--virtual-ranks", 2, "--layout", "gathered")
+    document = results(config, "--ranks", 2, "--layout", "gathered")
     said = [document[name] for name in ("parallel", "tensor_ranks", "layout")]
     assert said == ["expert", 1, "gathered"]
 
@@ -262,7 +262,7 @@ def test_processes_add_up_partial_sums_behind_the_kernel(config: Path, tmp_path:
 
 
 def test_ranks_of_one_process_have_nobody_to_add_up_behind_the_kernel(config: Path) -> None:
-    options = ("--virtual-ranks", 2, "--parallel", "tensor", "--reduce", "after")
+    options = ("--ranks", 2, "--parallel", "tensor", "--reduce", "after")
     code, _, err = invoke(config, *options)
     assert code == 2
     assert "--reduce is after, and torch.distributed" in err
@@ -270,7 +270,7 @@ def test_ranks_of_one_process_have_nobody_to_add_up_behind_the_kernel(config: Pa
 
 
 def test_sizes_that_slices_do_not_divide_are_refused(config: Path) -> None:
-    code, _, err = invoke(config, "--virtual-ranks", 5, "--parallel", "tensor")
+    code, _, err = invoke(config, "--ranks", 5, "--parallel", "tensor")
     assert code == 2
     assert "intermediate is 48; 5 ranks with --parallel tensor" in err
     code, _, err = invoke(config, "--parallel", "pipeline")
@@ -283,7 +283,7 @@ def test_virtual_ranks_are_refused_under_a_launcher(
 ) -> None:
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
-    code, _, err = invoke(config, "--virtual-ranks", 2)
+    code, _, err = invoke(config, "--ranks", 2)
     assert code == 2
     assert "a launcher has started several ranks" in err
 
@@ -372,11 +372,11 @@ def test_the_reference_can_be_left_out(config: Path) -> None:
 def test_counters_are_written_for_prometheus_by_every_rank(config: Path, tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client", reason="pip install prometheus_client")
     folder = tmp_path / "metrics"
-    code, _, err = invoke(config, "--virtual-ranks", 2, "--prometheus", folder)
+    code, _, err = invoke(config, "--ranks", 2, "--prometheus", folder)
     assert code == 2
     assert f"--prometheus is {folder}; it must be a folder that exists" in " ".join(err.split())
     folder.mkdir()
-    code, _, _ = invoke(config, "--virtual-ranks", 2, "--prometheus", folder)
+    code, _, _ = invoke(config, "--ranks", 2, "--prometheus", folder)
     assert code == 0
     for rank in range(2):
         text = (folder / f"moeos-rank-{rank}.prom").read_text()
@@ -439,7 +439,7 @@ def test_tokens_that_cannot_be_routed_are_named(config: Path, tmp_path: Path) ->
         (["--json", "no/folder/out.json"], "--json is no/folder/out.json"),
         (["--backend", "gpu"], "backend is 'gpu'"),
         (["--deadline", "0"], "deadline is 0"),
-        (["--virtual-ranks", "0"], "ranks is 0; allowed: 1 to 64"),
+        (["--ranks", "0"], "ranks is 0; allowed: 1 to 64"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -468,7 +468,7 @@ def test_a_layer_that_the_machine_cannot_hold_is_refused_below_the_header(
 
     monkeypatch.setattr(host_memory, "available", lambda: 100_000)
     monkeypatch.setattr(MoELayer, "__init__", refuse)
-    code, out, err = invoke(config, "--virtual-ranks", 2)
+    code, out, err = invoke(config, "--ranks", 2)
     assert code == 2
     assert out.startswith("2 ranks on the twin")
     assert err == (
@@ -513,7 +513,7 @@ def test_the_output_has_a_row_for_each_row_of_the_input(config: Path, tmp_path: 
         out = tmp_path / f"y-{calls}.safetensors"
         options = [] if tokens is None else ["--tokens", tokens]
         given = ["--input", tmp_path / "x.safetensors", "--output", out]
-        results(config, "--virtual-ranks", 4, "--iterations", calls, *given, *options)
+        results(config, "--ranks", 4, "--iterations", calls, *given, *options)
         made[calls] = load_file(out)
         assert torch.equal(made[calls]["x"], x)
     assert made[1]["y"].shape == (61, 32)
@@ -523,7 +523,7 @@ def test_the_output_has_a_row_for_each_row_of_the_input(config: Path, tmp_path: 
 
 def test_without_an_input_the_output_is_the_last_calls(config: Path, tmp_path: Path) -> None:
     out = tmp_path / "y.safetensors"
-    results(config, "--virtual-ranks", 2, "--output", out)
+    results(config, "--ranks", 2, "--output", out)
     found = load_file(out)
     assert found["x"].shape == found["y"].shape == (80, 32)
 

@@ -10,7 +10,7 @@ import pytest
 from tests.host.cli import commands
 from tests.tiny_models import make
 
-RUN = ("--backend", "twin", "--virtual-ranks", "2", "--iterations", "1", "--tokens", "16")
+RUN = ("--backend", "twin", "--ranks", "2", "--iterations", "1", "--tokens", "16")
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from tests.nightly import at_night
 from tests.processes import MOEOS, ROOT
 
 PLAN = ["plan", str(ROOT / "configs" / "demo.toml")]
-RUN = ["run", str(ROOT / "configs" / "demo.toml"), "--virtual-ranks", "2"]
+RUN = ["run", str(ROOT / "configs" / "demo.toml"), "--ranks", "2"]
 
 
 def run(arguments: list[str], **options: Any) -> subprocess.CompletedProcess[str]:

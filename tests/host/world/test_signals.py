@@ -381,7 +381,7 @@ def test_ctrl_c_ends_the_command_with_status_130_and_nothing_on_stderr(tmp_path:
         "hidden = 64\nintermediate = 64\nexperts = 8\ntop_k = 2\nmax_tokens = 64\n"
         "[run]\niterations = 10000\n"
     )
-    command = [sys.executable, "-c", MOEOS, "run", str(config_file), "--virtual-ranks", "4"]
+    command = [sys.executable, "-c", MOEOS, "run", str(config_file), "--ranks", "4"]
     assert interrupted(command, "10000 calls") == (130, "")
 
 

@@ -22,6 +22,8 @@ ABOVE_TOLERANCE = 1
 """The layer's output is not what the reference computes."""
 LOST_REGISTERS = 1
 """The kernel spills registers or has a stack frame."""
+DOES_NOT_FIT = 1
+"""A rank needs more memory than its GPU has."""
 BAD_INPUT = 2
 """An argument, a file or the environment is not as it must be."""
 FAILURE = 3
