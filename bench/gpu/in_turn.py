@@ -18,7 +18,7 @@ from bench.gpu.delay import Delay
 from bench.gpu.results import timing
 from moeos.cli.shared import process_group
 from moeos.cli.shared.device_reader import Reader
-from moeos.cli.shared.meeting import Meeting
+from moeos.cli.shared.meeting import StreamMeeting
 
 FLUSHED_TOKENS = 512
 """Up to this many tokens per rank the L2 cache is flushed."""
@@ -36,7 +36,7 @@ class InTurn:
         self._control = world.control
         self.group = process_group.start(world)
         self.reader = Reader()
-        self._meeting = Meeting(self.group)
+        self._meeting = StreamMeeting(self.group)
         self._delay = Delay()
 
     def time(

@@ -19,7 +19,7 @@ import moeos
 from bench.gpu import one_rank
 from bench.gpu.all_to_all import AllToAll, AllToAllLayer, fp32_logits
 from bench.gpu.delay import Delay
-from moeos.cli.shared.meeting import Meeting
+from moeos.cli.shared.meeting import StreamMeeting
 
 LARGEST_ERROR = {
     torch.float32: 1e-5,
@@ -68,7 +68,7 @@ class DeviceClock:
     """Of layers that compute on this rank's GPU: delays pass there, and events tell the time."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._meeting = Meeting(group)
+        self._meeting = StreamMeeting(group)
         self._delay = Delay()
 
     def measure(self, delay: float, work: Work) -> float:

@@ -348,7 +348,7 @@ class _Study:
                 for rank, late in enumerate(delays)
                 if late > first
             ]
-            beside = picture.Beside(
+            beside = picture.OtherCall(
                 "all-to-all",
                 [1e9 * (late - first) for late in delays],
                 [1e9 * (end - first) for end in theirs],

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from moeos.checkpoints import formats, shared_names
-from moeos.checkpoints.formats import Format
+from moeos.checkpoints.formats import StoredFormat
 from moeos.checkpoints.shared_names import SharedNames
 from moeos.config.config import MoEConfig
 from moeos.config.hf import layouts
@@ -35,7 +35,7 @@ class Names(NamedTuple):
     """
 
     layout: Layout
-    formats: Mapping[str, Format]
+    formats: Mapping[str, StoredFormat]
     selection_bias: str | None
     shared: SharedNames | None
 
@@ -207,7 +207,7 @@ _EXPERTS = {name for row in layouts.LAYOUTS for name in _parts_of(row)}
 """The names of all parts of an expert's matrices in any layout."""
 
 
-def _formats_of(look: _Look, first: Mapping[str, str], prefix: str) -> dict[str, Format]:
+def _formats_of(look: _Look, first: Mapping[str, str], prefix: str) -> dict[str, StoredFormat]:
     found: dict[str, list[str]] = {matrix: [] for matrix in look.layout.matrices}
     for matrix, part in look.parts.values():
         found[matrix].append(part)

@@ -41,7 +41,7 @@ inline const u8* coded_row(const RankArguments& arguments, const Task& task, u32
 
 /// Scales of a thread's two rows, and of the two halves of its part's columns, which may be those
 /// of two matrices or of two blocks. `kBoxes`: of codes along the depth in a stage.
-template <const Product& kProduct, u32 kBoxes>
+template <const Gemm& kProduct, u32 kBoxes>
 class PartScales {
  public:
   static constexpr u32 kGroup = kProduct.activated ? kTokenGroup : kHiddenGroup;
@@ -134,7 +134,7 @@ inline void multiply_group(float (&sums)[kCodedSums], const u8* rows, const u8* 
 
 /// d += the warpgroup's 64 rows of a tile times a part's weights. `kBoxes`: as above; more than one
 /// of a narrow tile.
-template <const Product& kProduct, u32 kBoxes>
+template <const Gemm& kProduct, u32 kBoxes>
 inline void multiply_coded(float (&d)[kCodedSums], const RankArguments& arguments, const Task& task,
                            u32 part, u32 group, Shared& shared, RingPosition<kStages>& stage) {
   using Scales = PartScales<kProduct, kBoxes>;
@@ -173,7 +173,7 @@ inline void multiply_coded(float (&d)[kCodedSums], const RankArguments& argument
 
 /// What a thread's sums are times the scales of their columns, where each column has one, and plus
 /// their biases: start_accumulators has begun with none then.
-template <const Product& kProduct>
+template <const Gemm& kProduct>
 inline void scale_channels(float (&d)[kCodedSums], const RankArguments& arguments, const Task& task,
                            u32 part) {
   constexpr bool kGated = kProduct.activated && kShape.gated();

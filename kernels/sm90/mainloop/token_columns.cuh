@@ -66,7 +66,7 @@ inline u32 e4m3_of(u32 codes, const Magnitudes& magnitudes) {
 /// A thread's scales in the steps of a part: those of its two rows of weights, of which each of
 /// four lanes keeps a quarter, and one of a token's, for all others. `kColumns`: tokens of the
 /// tile; `kBoxes`: of codes along the depth in a stage.
-template <const Product& kProduct, u32 kColumns, u32 kBoxes>
+template <const Gemm& kProduct, u32 kColumns, u32 kBoxes>
 class ColumnScales {
  public:
   static constexpr u32 kGroup = kProduct.activated ? kTokenGroup : kHiddenGroup;
@@ -238,7 +238,7 @@ inline void multiply_folded(float (&d)[kColumnHalves][kColumnSums], float (&sums
 
 /// d += the warpgroup's 64 rows of a part's weights times a tile's tokens. `kHalves`: of a tile, of
 /// 64 tokens each; `kTokens`: of a product.
-template <const Product& kProduct, u32 kHalves, u32 kTokens = kColumnTokens>
+template <const Gemm& kProduct, u32 kHalves, u32 kTokens = kColumnTokens>
 inline void multiply_by_columns(float (&d)[kColumnHalves][kColumnSums],
                                 const RankArguments& arguments, const Task& task, u32 part,
                                 u32 group, Shared& shared, RingPosition<kStages>& stage) {
@@ -371,7 +371,7 @@ inline void multiply_by_columns(float (&d)[kColumnHalves][kColumnSums],
 }
 
 /// The same of a narrow tile.
-template <const Product& kProduct>
+template <const Gemm& kProduct>
 inline void multiply_narrow_columns(float (&d)[kColumnHalves][kColumnSums],
                                     const RankArguments& arguments, const Task& task, u32 part,
                                     u32 group, Shared& shared, RingPosition<kStages>& stage) {
