@@ -301,7 +301,7 @@ class Stragglers(Study):
                 for rank, late in enumerate(delays)
                 if late > first
             ]
-            beside = picture.Beside(
+            beside = picture.OtherCall(
                 "all-to-all",
                 [1e9 * (late - first) for late in delays],
                 [1e9 * (end - first) for end in theirs],

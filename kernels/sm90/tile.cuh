@@ -18,7 +18,7 @@
 namespace moeos::sm90 {
 
 /// Computes a part whose rows and weights are quantized.
-template <const Product& kProduct>
+template <const Gemm& kProduct>
 inline void compute_coded(const RankArguments& arguments, const Slot& slot, ReadyWord word,
                           const Task& task, u32 group, u32 place, Shared& shared,
                           RingPosition<kStages>& stage) {

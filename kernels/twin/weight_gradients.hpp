@@ -43,18 +43,18 @@ class WeightGradients {
     const Geometry& geometry = rank_.geometry();
     const u32 experts = geometry.first_expert(rank_.rank + 1) - geometry.first_expert(rank_.rank);
     float* const ups = shape_.gate_up == GateUp::separate ? gradients_.d_w3 : gradients_.d_w1;
-    const Product first{rows_.d_hidden_at(),
-                        rows_.w1_rows,
-                        0,
-                        rows_.hidden,
-                        {w1_layout(shape_), gradients_.d_w1, ups},
-                        {b1_layout(shape_), gradients_.d_b1, gradients_.d_b1}};
-    const Product second{rows_.d_out_at(),
-                         rows_.hidden,
-                         rows_.values_at(),
-                         rows_.intermediate,
-                         {w2_layout(shape_), gradients_.d_w2, nullptr},
-                         {{rows_.hidden, 1, 1}, gradients_.d_b2, nullptr}};
+    const WeightProduct first{rows_.d_hidden_at(),
+                              rows_.w1_rows,
+                              0,
+                              rows_.hidden,
+                              {w1_layout(shape_), gradients_.d_w1, ups},
+                              {b1_layout(shape_), gradients_.d_b1, gradients_.d_b1}};
+    const WeightProduct second{rows_.d_out_at(),
+                               rows_.hidden,
+                               rows_.values_at(),
+                               rows_.intermediate,
+                               {w2_layout(shape_), gradients_.d_w2, nullptr},
+                               {{rows_.hidden, 1, 1}, gradients_.d_b2, nullptr}};
     u32 number = 0;
     for (u32 expert = 0; expert < experts; ++expert) {
       find_rows(expert);
@@ -66,7 +66,7 @@ class WeightGradients {
  private:
   /// Two parts of a kept row: where they begin, how many columns they have, and where their product
   /// and the sum of the left part are added.
-  struct Product {
+  struct WeightProduct {
     u32 left_at;
     u32 left;
     u32 right_at;
@@ -86,7 +86,7 @@ class WeightGradients {
     }
   }
 
-  void add_product(const Product& product, u32 expert, u32 worker, u32 workers, u32& number) {
+  void add_product(const WeightProduct& product, u32 expert, u32 worker, u32 workers, u32& number) {
     constexpr u32 kLeft = GradientScratch::kLeft;
     constexpr u32 kRight = GradientScratch::kRight;
     for (u32 left = 0; left < product.left; left += kLeft) {
@@ -98,7 +98,7 @@ class WeightGradients {
     }
   }
 
-  void add_tile(const Product& product, u32 expert, u32 left, u32 right) {
+  void add_tile(const WeightProduct& product, u32 expert, u32 left, u32 right) {
     const u32 left_columns = minimum(GradientScratch::kLeft, product.left - left);
     const u32 right_columns = minimum(GradientScratch::kRight, product.right - right);
     constexpr u32 kStride = GradientScratch::kRight;

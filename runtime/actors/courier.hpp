@@ -46,7 +46,7 @@ class Courier {
     if (over() || (!take_replication(part) && !take_dispatch(part))) {
       return false;
     }
-    left_ = left_ || !hold_back(rank_, call_, stage_of(part.kind));
+    left_ = left_ || !hold_back(rank_, call_, hold_point_of(part.kind));
     return !left_;
   }
 

@@ -109,7 +109,7 @@ class Processor : Pace<P> {
   bool claim(u32 ticket, ReadyWord& word, Task& task, Beside beside) {
     const bool found = is_route(ticket, word, task) || is_of_shared(ticket, word, task) ||
                        find(ticket, word, task, beside);
-    return found && hold_back(rank_, call_, stage_of(word.kind()));
+    return found && hold_back(rank_, call_, hold_point_of(word.kind()));
   }
 
   /// Waits for the inputs of a claimed part whose descriptor awaits them; `beside` as in claim.

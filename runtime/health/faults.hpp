@@ -43,7 +43,7 @@ u64 held_until(const FaultPlan& plan, Hold& hold) {
 
 /// Calls visit(plan, hold) for each hold of the plan that concerns a part of a stage, in its order.
 template <Platform P, class Visit>
-void for_each_hold(const Rank<P>& rank, Stage stage, Visit visit) {
+void for_each_hold(const Rank<P>& rank, HoldPoint stage, Visit visit) {
   if constexpr (P::has_faults()) {
     FaultPlan& plan = *rank.memory.faults;
     // Relaxed: it changes only between calls (Scheduler::interrupt).
@@ -51,7 +51,7 @@ void for_each_hold(const Rank<P>& rank, Stage stage, Visit visit) {
 #pragma unroll 1
     for (u32 i = 0; i < plan.holds; ++i) {
       Hold& hold = plan.hold[i];
-      if (hold.call == call && (hold.stage == stage || hold.stage == Stage::start)) {
+      if (hold.call == call && (hold.stage == stage || hold.stage == HoldPoint::start)) {
         visit(plan, hold);
       }
     }
@@ -61,7 +61,7 @@ void for_each_hold(const Rank<P>& rank, Stage stage, Visit visit) {
 /// Keeps a processor from beginning a part of a stage, or any part of a call, as long as the plan
 /// says. One warp. False: the call must be left.
 template <Platform P>
-bool hold_back(const Rank<P>& rank, const Call& call, Stage stage) {
+bool hold_back(const Rank<P>& rank, const Call& call, HoldPoint stage) {
   bool go = true;
   for_each_hold(rank, stage, [&](const FaultPlan& plan, Hold& hold) {
     if (P::lane() == 0) {
@@ -76,7 +76,7 @@ bool hold_back(const Rank<P>& rank, const Call& call, Stage stage) {
 /// hold_back for an actor that must not wait, but comes back: whether it is held back now. A hold
 /// begins when the hold before it is over, as there.
 template <Platform P>
-bool is_held_back(const Rank<P>& rank, Stage stage) {
+bool is_held_back(const Rank<P>& rank, HoldPoint stage) {
   bool held = false;
   for_each_hold(rank, stage, [&](const FaultPlan& plan, Hold& hold) {
     held = held || agreed<P>(P::lane() == 0 && P::now_ns() < held_until<P>(plan, hold));

@@ -20,8 +20,10 @@ enum class FailureKind : u32 {
 };
 
 /// Where a rank can be held: before the first part of a call, or before a part of a kind.
-enum class Stage : u32 { start = 0 };
-constexpr Stage stage_of(TaskKind kind) { return static_cast<Stage>(static_cast<u32>(kind) + 1); }
+enum class HoldPoint : u32 { start = 0 };
+constexpr HoldPoint hold_point_of(TaskKind kind) {
+  return static_cast<HoldPoint>(static_cast<u32>(kind) + 1);
+}
 
 /// Entries of a fault plan, of each sort. No variable, which would lie in every kernel.
 enum : u32 { kFaultsMost = 16 };

@@ -233,7 +233,7 @@ template <Platform P>
 bool route_nothing(const Rank<P>& rank, const Call& call) {
   const Geometry& geometry = rank.geometry();
   MOEOS_CHECK(call.tokens == 0);
-  if (is_held_back(rank, stage_of(TaskKind::route))) {
+  if (is_held_back(rank, hold_point_of(TaskKind::route))) {
     return false;
   }
   for (u32 place = P::lane(); place < geometry.expert_places(); place += P::kLanes) {

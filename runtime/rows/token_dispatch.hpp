@@ -77,7 +77,7 @@ class TokenDispatch {
   }
 
   /// Called before a part's rows are looked up. False: leave.
-  bool begin_part() const { return hold_back(rank_, call_, stage_of(TaskKind::dispatch)); }
+  bool begin_part() const { return hold_back(rank_, call_, hold_point_of(TaskKind::dispatch)); }
 
   /// Finds where the row of this lane's assignment goes, if it has one (`there`), and notes it.
   TokenRow look_up(const RoutingMap& map, u32 pair, bool there) const {

@@ -38,7 +38,7 @@ HEAD = (
 NOT_FOR_CALLERS = {
     "moeos.layer.experts.Experts.agreed": "a MoELayer makes its own",
     "moeos.layer.layer.MoELayer.set_matrix": "what a layer draws, and quantize makes",
-    "moeos.layer.experts.Caller": "how a MoELayer calls its experts",
+    "moeos.layer.experts.CallKind": "how a MoELayer calls its experts",
     "moeos.layer.experts.Experts.place": "MoELayer.replace has moved the weights",
     "moeos.layer.experts.Experts.settle": "MoELayer.replace waits",
     "moeos.layer.experts.Experts.run": "a MoELayer calls its experts",

@@ -20,7 +20,7 @@ namespace {
 
 using namespace moeos;
 using namespace moeos::sm90;
-using moeos::sm90::Product;
+using moeos::sm90::Gemm;
 
 /// What a rank's launch is told, as the host has it.
 struct RankTensors {
@@ -62,15 +62,14 @@ TensorMap map_of(const u8* base, u64 rows, u64 columns, u32 box_rows, u32 elemen
 }
 
 /// Of rows that experts multiply, whose elements may be codes.
-TensorMap rows_map_of(const u8* base, u64 rows, const Product& product, u32 box_rows,
-                      u32 row_bytes) {
+TensorMap rows_map_of(const u8* base, u64 rows, const Gemm& product, u32 box_rows, u32 row_bytes) {
   return map_of(base, rows, product.depth, box_rows, kCoded ? 1 : 2, kSwizzleBytes, row_bytes);
 }
 
 /// `stored`: weights are codes, of which kernels decode some; `decoded`: these.
-WeightMaps maps_of(const Product& first, const Product& second, u64 mlps, bool stored, bool decoded,
+WeightMaps maps_of(const Gemm& first, const Gemm& second, u64 mlps, bool stored, bool decoded,
                    const u8* w1, const u8* w2) {
-  const auto map = [&](const u8* base, const Product& product, u32 box_rows, u32 deep = 1) {
+  const auto map = [&](const u8* base, const Gemm& product, u32 box_rows, u32 deep = 1) {
     if (kTransposed) {
       const bool apart = kGateUp == GateUp::separate && product.activated;
       TensorMap made = map_of(base, mlps * product.depth,

@@ -17,9 +17,9 @@ using namespace moeos::twin;
 
 /// A world of at least two ranks, and a call of each.
 struct World {
-  explicit World(u64 seed) : random(seed), world(draw_world(random, Extent::threads)) {
+  explicit World(u64 seed) : random(seed), world(draw_world(random, WorldScale::threads)) {
     while (world.geometry.world < 2) {
-      world = draw_world(random, Extent::threads);
+      world = draw_world(random, WorldScale::threads);
     }
     world.settings.deadline_ns = 20'000'000'000;
     experts = draw_experts(random, world);

@@ -22,7 +22,7 @@ constexpr u32 kCalls = 3;
 
 bool run_world(u64 seed) {
   Random random(seed);
-  RandomWorld world = draw_world(random, Extent::threads);
+  RandomWorld world = draw_world(random, WorldScale::threads);
   draw_slices(random, world, 2);
   make_gradient_world(world);
   const Geometry& g = world.geometry;

@@ -28,7 +28,6 @@ using moeos::twin::draw_experts;
 using moeos::twin::draw_slices;
 using moeos::twin::draw_world;
 using moeos::twin::Experts;
-using moeos::twin::Extent;
 using moeos::twin::Heaps;
 using moeos::twin::holder_of;
 using moeos::twin::kErrorMost;
@@ -40,11 +39,12 @@ using moeos::twin::RandomWorld;
 using moeos::twin::RankCall;
 using moeos::twin::settings_of;
 using moeos::twin::TwinRank;
+using moeos::twin::WorldScale;
 
 bool run_world(u64 seed) {
   constexpr u32 kCalls = 6;
   Random random(seed);
-  RandomWorld world = draw_world(random, Extent::threads);
+  RandomWorld world = draw_world(random, WorldScale::threads);
   draw_slices(random, world, 2);
   const Geometry& g = world.geometry;
   const Experts experts = draw_experts(random, world);

@@ -24,7 +24,7 @@ constexpr u32 kCalls = 10;
 /// A shape that can share a workspace with `first`.
 RandomWorld draw_like(Random& random, const RandomWorld& first) {
   for (;;) {
-    const RandomWorld drawn = draw_world(random, Extent::threads);
+    const RandomWorld drawn = draw_world(random, WorldScale::threads);
     if (drawn.geometry.world == first.geometry.world &&
         drawn.geometry.processors == first.geometry.processors &&
         drawn.settings.ranks_per_node == first.settings.ranks_per_node &&
@@ -90,7 +90,7 @@ struct SharedRank {
 
 bool run_workspace(u64 seed) {
   Random random(seed);
-  std::vector<RandomWorld> shapes = {draw_world(random, Extent::threads)};
+  std::vector<RandomWorld> shapes = {draw_world(random, WorldScale::threads)};
   while (shapes.size() < kShapes) {
     shapes.push_back(draw_like(random, shapes[0]));
   }

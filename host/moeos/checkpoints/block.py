@@ -24,7 +24,7 @@ from moeos.checkpoints.stored_matrices import (
     HOW_TO_DEQUANTISE,
     LOADABLE,
     PLAIN,
-    Format,
+    StoredFormat,
     Unfit,
     hold,
     part_name,
@@ -352,7 +352,7 @@ class _Experts:
         return block
 
     def _whole_parts(
-        self, found: SharedNames, matrix: str, row: Format, shape: tuple[int, int]
+        self, found: SharedNames, matrix: str, row: StoredFormat, shape: tuple[int, int]
     ) -> dict[str, Tensor]:
         """The parts of a matrix of the shared experts, on this device."""
         parts = {}
@@ -363,7 +363,11 @@ class _Experts:
         return parts
 
     def _whole(
-        self, found: SharedNames, matrix: str, shape: tuple[int, int], row: Format | None = None
+        self,
+        found: SharedNames,
+        matrix: str,
+        shape: tuple[int, int],
+        row: StoredFormat | None = None,
     ) -> Tensor:
         """A matrix of the shared experts, dequantised, on this device."""
         row = row or found.formats[matrix]
@@ -448,7 +452,7 @@ class _Experts:
         """The name of a part of one of these experts' matrices."""
         return self._prefix + part_name(template, part).format(self._experts[local])
 
-    def _count(self, row: Format, parts: Mapping[str, Tensor], taken: int, kept: int) -> None:
+    def _count(self, row: StoredFormat, parts: Mapping[str, Tensor], taken: int, kept: int) -> None:
         """Adds a matrix of which so many numbers were taken, and so many kept, to what dequantised
         ones take.
         """
@@ -472,7 +476,7 @@ class _Experts:
 
     def _dequantise(
         self,
-        row: Format,
+        row: StoredFormat,
         template: str,
         parts: Mapping[str, Tensor],
         shape: tuple[int, ...],
@@ -486,7 +490,7 @@ class _Experts:
         )
 
     def _each(
-        self, template: str, row: Format, stored: Stored
+        self, template: str, row: StoredFormat, stored: Stored
     ) -> Iterator[tuple[int, dict[str, Tensor], tuple[int, ...]]]:
         """The parts of the tensor of one name of each of the experts, which are numbered from 0,
         and its shape: of it what this rank takes, where parts can be cut, or all.
@@ -534,7 +538,7 @@ class _Experts:
                 yield self._experts.index(expert), parts, stored.my_each if cuts else shape
 
     def _cuts(
-        self, row: Format, stored: Stored, names_: Mapping[str, str], dims: int = 0
+        self, row: StoredFormat, stored: Stored, names_: Mapping[str, str], dims: int = 0
     ) -> dict[str, Cut | None]:
         """What this rank takes of the parts with these names, and None of what it takes all; none
         where it takes all of each. `dims`: the dimensions before the expert's own.
@@ -552,7 +556,7 @@ class _Experts:
         )
 
     def _one(
-        self, name: str, row: Format, shape: tuple[int, ...], cut: Cut | None = None
+        self, name: str, row: StoredFormat, shape: tuple[int, ...], cut: Cut | None = None
     ) -> Tensor:
         """A tensor of one expert; of a file no more than `cut`, where there is one."""
         if row is PLAIN:
@@ -566,7 +570,7 @@ class _Experts:
         return _take(self._state_dict, name)
 
     def _stacked(
-        self, name: str, row: Format, shape: tuple[int, ...], cut: Cut | None
+        self, name: str, row: StoredFormat, shape: tuple[int, ...], cut: Cut | None
     ) -> Callable[[int], Tensor]:
         """What reads, of a tensor of all experts, that of one of these; of it no more than `cut`,
         where there is one.
@@ -611,7 +615,7 @@ def _by_name(name: str, made: Sequence[Tensor | None]) -> dict[str, Tensor]:
     return {end: part for end, part in zip(names, made, strict=True) if part is not None}
 
 
-def _require_held(row: Format, name: str, field: str, wanted: WeightFormat) -> None:
+def _require_held(row: StoredFormat, name: str, field: str, wanted: WeightFormat) -> None:
     """Raises for a matrix that is shipped in another format than a field of the config says."""
     if wanted in row.held_as:
         return
@@ -622,7 +626,10 @@ def _require_held(row: Format, name: str, field: str, wanted: WeightFormat) -> N
 
 
 def _matrix_of(
-    row: Format, parts: Mapping[str, Tensor], shape: tuple[int, int], name: Callable[[str], str]
+    row: StoredFormat,
+    parts: Mapping[str, Tensor],
+    shape: tuple[int, int],
+    name: Callable[[str], str],
 ) -> Tensor:
     """A matrix of its parts; `name`: of each of them, for errors."""
     with _named(name):

@@ -35,7 +35,7 @@ class Names(NamedTuple):
     """
 
     layout: Layout
-    formats: Mapping[str, Format]
+    formats: Mapping[str, StoredFormat]
     selection_bias: str | None
     shared: SharedNames | None
 
@@ -207,7 +207,7 @@ _EXPERTS = {name for row in layouts.LAYOUTS for name in _parts_of(row)}
 """The names of all parts of an expert's matrices in any layout."""
 
 
-def _formats_of(look: _Look, below: Mapping[str, Sequence[str]], prefix: str) -> dict[str, Format]:
+def _formats_of(look: _Look, below: Mapping[str, Sequence[str]], prefix: str) -> dict[str, StoredFormat]:
     found: dict[str, list[str]] = {matrix: [] for matrix in look.layout.matrices}
     for matrix, part in look.parts.values():
         found[matrix].append(part)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from moeos.checkpoints import stored_matrices
-from moeos.checkpoints.stored_matrices import Format
+from moeos.checkpoints.stored_matrices import StoredFormat
 from moeos.config.config import MoEConfig
 from moeos.config.hf import layouts
 from moeos.config.hf.families import FAMILIES
@@ -27,7 +27,7 @@ class SharedNames(NamedTuple):
     """
 
     layout: SharedLayout
-    formats: Mapping[str, Format]
+    formats: Mapping[str, StoredFormat]
     prefix: str
 
     def names(self, cfg: MoEConfig) -> list[str]:
@@ -56,7 +56,7 @@ def find(cfg: MoEConfig, every: Sequence[str], prefix: str) -> SharedNames:
             "shared=False to MoEConfig.from_hf, if you add them yourself"
         )
     before = _before(best, prefix)
-    found: dict[str, Format] = {}
+    found: dict[str, StoredFormat] = {}
     for matrix, parts in _there(best, names, prefix).items():
         found[matrix] = stored_matrices.PLAIN  # the loader says that it is missing
         if parts:

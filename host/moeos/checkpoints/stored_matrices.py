@@ -60,7 +60,7 @@ class Unfit(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Format:
+class StoredFormat:
     """One way to store a matrix.
 
     Attributes:
@@ -91,7 +91,7 @@ class Format:
         return tuple(part for part in self.parts if "scale" in part)
 
 
-class Held(NamedTuple):
+class HeldMatrix(NamedTuple):
     """A matrix as a layer holds it (see `element_formats`), or several, one below another."""
 
     codes: Tensor
@@ -100,8 +100,8 @@ class Held(NamedTuple):
 
 
 def hold(
-    row: Format, parts: Parts, shape: tuple[int, int], halves: int, wanted: WeightFormat
-) -> Held:
+    row: StoredFormat, parts: Parts, shape: tuple[int, int], halves: int, wanted: WeightFormat
+) -> HeldMatrix:
     """A matrix [rows, columns] as it is shipped, in a format of `row.held_as`. Raises `Unfit`.
 
     `halves`: matrices that it is made of, gate and up, or 1.
@@ -109,7 +109,7 @@ def hold(
     return _HOLD[wanted](row, parts, shape, halves)
 
 
-def require_finite(row: Format, parts: Parts) -> None:
+def require_finite(row: StoredFormat, parts: Parts) -> None:
     """Raises `Unfit` for a NaN or an infinity among a matrix's scales, and for what becomes one."""
     for name in row.scales:
         scale = parts[name]
@@ -317,7 +317,9 @@ def _require_integers(parts: Parts, shape: tuple[int, int]) -> int:
 # --- as they are shipped -------------------------------------------------------------------------
 
 
-def _hold_blocks(row: Format, parts: Parts, shape: tuple[int, int], halves: int) -> Held:
+def _hold_blocks(
+    row: StoredFormat, parts: Parts, shape: tuple[int, int], halves: int
+) -> HeldMatrix:
     weight, of_blocks = parts["weight"], row.parts[1]
     _require_e4m3(weight, shape)
     blocks = tuple(-(-length // BLOCK) for length in shape)
@@ -331,15 +333,17 @@ def _hold_blocks(row: Format, parts: Parts, shape: tuple[int, int], halves: int)
             f"{BLOCK}",
             None,
         )
-    return Held(weight, _number(parts[of_blocks]).view(blocks))
+    return HeldMatrix(weight, _number(parts[of_blocks]).view(blocks))
 
 
-def _hold_rows(row: Format, parts: Parts, shape: tuple[int, int], halves: int) -> Held:
-    return Held(parts["weight"], _fp8_scale(parts, shape, "fp8_channel").expand(shape[0]))
+def _hold_rows(row: StoredFormat, parts: Parts, shape: tuple[int, int], halves: int) -> HeldMatrix:
+    return HeldMatrix(parts["weight"], _fp8_scale(parts, shape, "fp8_channel").expand(shape[0]))
 
 
-def _hold_matrix(row: Format, parts: Parts, shape: tuple[int, int], halves: int) -> Held:
-    return Held(parts["weight"], _fp8_scale(parts, shape, "fp8_tensor").expand(halves))
+def _hold_matrix(
+    row: StoredFormat, parts: Parts, shape: tuple[int, int], halves: int
+) -> HeldMatrix:
+    return HeldMatrix(parts["weight"], _fp8_scale(parts, shape, "fp8_tensor").expand(halves))
 
 
 def _fp8_scale(parts: Parts, shape: tuple[int, int], wanted: WeightFormat) -> Tensor:
@@ -374,7 +378,7 @@ def _require_e4m3(weight: Tensor, shape: tuple[int, int]) -> None:
     _require("weight", weight, (torch.float8_e4m3fn,), shape)
 
 
-def _hold_mxfp4(row: Format, parts: Parts, shape: tuple[int, int], halves: int) -> Held:
+def _hold_mxfp4(row: StoredFormat, parts: Parts, shape: tuple[int, int], halves: int) -> HeldMatrix:
     if row.name == "mxfp4":
         pairs, scale = _pairs_of_blocks(parts, shape), parts["scales"]
     elif row.name == "mxfp4_packed":
@@ -385,17 +389,17 @@ def _hold_mxfp4(row: Format, parts: Parts, shape: tuple[int, int], halves: int) 
         _require("weight", pairs, (*_BYTES, _PAIRS), (shape[0], shape[1] // 2))
         groups = (shape[0], shape[1] // MX_GROUP)
         _require("scale", scale, (_EXPONENTS, torch.uint8), groups)
-    return Held(_bytes_of(pairs), _bytes_of(scale))
+    return HeldMatrix(_bytes_of(pairs), _bytes_of(scale))
 
 
-def _hold_nvfp4(row: Format, parts: Parts, shape: tuple[int, int], halves: int) -> Held:
+def _hold_nvfp4(row: StoredFormat, parts: Parts, shape: tuple[int, int], halves: int) -> HeldMatrix:
     weight, of_groups, of_all = row.parts
     scale_2 = _scales_of_groups(parts, of_all, -1 if row.name == "nvfp4_packed" else 1, shape)
     _require(weight, parts[weight], (*_BYTES, _PAIRS), (shape[0], shape[1] // 2))
-    return Held(_bytes_of(parts[weight]), parts[of_groups], scale_2.flatten().expand(halves))
+    return HeldMatrix(_bytes_of(parts[weight]), parts[of_groups], scale_2.flatten().expand(halves))
 
 
-def _hold_int4(row: Format, parts: Parts, shape: tuple[int, int], halves: int) -> Held:
+def _hold_int4(row: StoredFormat, parts: Parts, shape: tuple[int, int], halves: int) -> HeldMatrix:
     bits = _require_integers(parts, shape)
     if bits != _INT4_BITS:
         said = f"has integers of {bits} bits, and a layer's are of {_INT4_BITS}"
@@ -410,14 +414,14 @@ def _hold_int4(row: Format, parts: Parts, shape: tuple[int, int], halves: int) -
             None,
         )
     # A word's first code is in its lowest bits, which are those of its first byte.
-    return Held(parts["weight_packed"].contiguous().view(torch.uint8), scale)
+    return HeldMatrix(parts["weight_packed"].contiguous().view(torch.uint8), scale)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-_HOLD: Mapping[str, Callable[[Format, Parts, tuple[int, int], int], Held]] = {
+_HOLD: Mapping[str, Callable[[StoredFormat, Parts, tuple[int, int], int], HeldMatrix]] = {
     "fp8_block128": _hold_blocks,
     "fp8_channel": _hold_rows,
     "fp8_tensor": _hold_matrix,
@@ -427,10 +431,10 @@ _HOLD: Mapping[str, Callable[[Format, Parts, tuple[int, int], int], Held]] = {
 }
 
 _SCALE_GRAINS = ((0, 0), (1, 0), (BLOCK, BLOCK))
-PLAIN = Format("plain", "unquantised", ("weight",), _plain)
-FORMATS: tuple[Format, ...] = (
+PLAIN = StoredFormat("plain", "unquantised", ("weight",), _plain)
+FORMATS: tuple[StoredFormat, ...] = (
     PLAIN,
-    Format(
+    StoredFormat(
         "fp8_blocks",
         f"FP8 in blocks of {BLOCK}x{BLOCK} (weight_scale_inv)",
         ("weight", "weight_scale_inv"),
@@ -439,14 +443,14 @@ FORMATS: tuple[Format, ...] = (
         held_as=("fp8_block128",),
         grains={"weight": ((1, 1),), "weight_scale_inv": ((BLOCK, BLOCK),)},
     ),
-    Format(
+    StoredFormat(
         "scaled_blocks",
         f"FP8 in blocks of {BLOCK}x{BLOCK}, or FP4 in groups of {MX_GROUP} (scale)",
         ("weight", "scale"),
         _scaled_blocks,
         held_as=("fp8_block128", "mxfp4"),
     ),
-    Format(
+    StoredFormat(
         "codes_of_8_bits",
         "FP8 or int8 with a scale a matrix, a row, a group or a block (weight_scale)",
         ("weight", "weight_scale"),
@@ -455,7 +459,7 @@ FORMATS: tuple[Format, ...] = (
         held_as=("fp8_channel", "fp8_tensor", "fp8_block128"),
         grains={"weight": ((1, 1),), "weight_scale": _SCALE_GRAINS},
     ),
-    Format(
+    StoredFormat(
         "int8_asymmetric",
         "int8 with a zero (weight_scale and weight_zero_point)",
         ("weight", "weight_scale", "weight_zero_point"),
@@ -467,7 +471,7 @@ FORMATS: tuple[Format, ...] = (
             "weight_zero_point": _SCALE_GRAINS,
         },
     ),
-    Format(
+    StoredFormat(
         "mxfp4",
         "MXFP4 (blocks and scales)",
         ("blocks", "scales"),
@@ -475,7 +479,7 @@ FORMATS: tuple[Format, ...] = (
         held_as=("mxfp4",),
         grains={"blocks": ((1, MX_GROUP),), "scales": ((1, MX_GROUP),)},
     ),
-    Format(
+    StoredFormat(
         "nvfp4",
         "NVFP4 (weight_scale and weight_scale_2)",
         ("weight", "weight_scale", "weight_scale_2"),
@@ -488,7 +492,7 @@ FORMATS: tuple[Format, ...] = (
             "weight_scale_2": ((0, 0),),
         },
     ),
-    Format(
+    StoredFormat(
         "nvfp4_packed",
         "NVFP4 (weight_packed and weight_global_scale)",
         ("weight_packed", "weight_scale", "weight_global_scale"),
@@ -501,7 +505,7 @@ FORMATS: tuple[Format, ...] = (
             "weight_global_scale": ((0, 0),),
         },
     ),
-    Format(
+    StoredFormat(
         "mxfp4_packed",
         "MXFP4 (weight_packed and weight_scale)",
         ("weight_packed", "weight_scale"),
@@ -509,14 +513,14 @@ FORMATS: tuple[Format, ...] = (
         held_as=("mxfp4",),
         grains={"weight_packed": ((1, 2),), "weight_scale": ((1, MX_GROUP),)},
     ),
-    Format(
+    StoredFormat(
         "integers",
         "integers of 4 or 8 bits in words (weight_packed, weight_scale and weight_shape)",
         ("weight_packed", "weight_scale", "weight_shape"),
         _integers,
         held_as=("int4_group32",),
     ),
-    Format(
+    StoredFormat(
         "integers_asymmetric",
         "integers of 4 or 8 bits in words with a zero (weight_packed and weight_zero_point)",
         ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape"),
@@ -526,7 +530,7 @@ FORMATS: tuple[Format, ...] = (
 BY_NAME = {row.name: row for row in FORMATS}
 
 
-def of_parts(found: Sequence[str], allowed: Sequence[str]) -> Format | None:
+def of_parts(found: Sequence[str], allowed: Sequence[str]) -> StoredFormat | None:
     """The format that has just these parts, of those called `allowed`."""
     for name in allowed:
         row = BY_NAME[name]
@@ -547,7 +551,7 @@ def parts_of(matrices: Sequence[str], allowed: Sequence[str]) -> dict[str, tuple
     }
 
 
-def require_format(shown: str, found: Sequence[str], allowed: Sequence[str]) -> Format:
+def require_format(shown: str, found: Sequence[str], allowed: Sequence[str]) -> StoredFormat:
     """The same as `of_parts` of parts of which there are some, the first of them called `shown`;
     raises `ValueError` where there is no such format.
     """

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from moeos.cli.shared.device_reader import Reader
-from moeos.cli.shared.meeting import Meeting
+from moeos.cli.shared.meeting import StreamMeeting
 
 
 class ColdStart:
@@ -21,7 +21,7 @@ class ColdStart:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._reader = Reader()
-        self._meeting = Meeting(group)
+        self._meeting = StreamMeeting(group)
         # The first meeting takes the host longer than the GPU rests, so it cannot be the call's.
         self._meeting.meet()
 

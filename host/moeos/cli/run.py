@@ -79,7 +79,7 @@ class RunOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
+class _RunPlan:
     """What this rank will run.
 
     Attributes:
@@ -219,7 +219,7 @@ def _run(world: moeos.World, options: RunOptions) -> int:
 
 
 @torch.no_grad()
-def _call(world: moeos.World, options: RunOptions, plan: _Plan) -> int:
+def _call(world: moeos.World, options: RunOptions, plan: _RunPlan) -> int:
     """Makes the layer, calls it, compares and reports; the exit code."""
     speaks = world.rank == 0
     torch.manual_seed(options.seed)
@@ -264,7 +264,7 @@ def _call(world: moeos.World, options: RunOptions, plan: _Plan) -> int:
     return failures.ABOVE_TOLERANCE if error is not None and error > tolerance else failures.DONE
 
 
-def _prepare(world: moeos.World, options: RunOptions) -> _Plan:
+def _prepare(world: moeos.World, options: RunOptions) -> _RunPlan:
     cfg = moeos.MoEConfig.from_toml(options.config)
     slicing = options.slices.slicing(world.size)
     all_reduces = may_all_reduce(world, cfg, slicing)  # raises where a size does not divide
@@ -299,7 +299,7 @@ def _prepare(world: moeos.World, options: RunOptions) -> _Plan:
         )
     varies = settings.vary_tokens and rows is None
     weights = None if options.weights is None else open_tensors(options.weights)
-    return _Plan(
+    return _RunPlan(
         *(cfg, slicing, all_reduces, tokens, calls, varies),
         *(workload, source, generator, rows, weights),
     )
@@ -353,7 +353,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _make_layer(plan: _Plan, world: moeos.World, options: RunOptions) -> moeos.MoELayer:
+def _make_layer(plan: _RunPlan, world: moeos.World, options: RunOptions) -> moeos.MoELayer:
     cut = plan.slicing.arguments
     if plan.weights is None:
         return moeos.MoELayer(plan.cfg, world, **cut)
@@ -362,7 +362,7 @@ def _make_layer(plan: _Plan, world: moeos.World, options: RunOptions) -> moeos.M
     )
 
 
-def _require_memory(world: moeos.World, plan: _Plan, options: RunOptions) -> None:
+def _require_memory(world: moeos.World, plan: _RunPlan, options: RunOptions) -> None:
     """Raises `ValueError` if the layer does not fit into the memory that its ranks share.
 
     On a GPU all of it is allocated. On the twin the system gives what is written: the weights for
@@ -405,7 +405,7 @@ def _require_memory(world: moeos.World, plan: _Plan, options: RunOptions) -> Non
     )
 
 
-def _introduce(world: moeos.World, plan: _Plan) -> None:
+def _introduce(world: moeos.World, plan: _RunPlan) -> None:
     cfg = plan.cfg
     ranks, processors = (
         output.plural(world.size, "rank"),
@@ -449,7 +449,7 @@ def _progress(items: Iterable[Item], what: str, *, visible: bool) -> Iterable[It
 def _conclude(
     world: moeos.World,
     options: RunOptions,
-    plan: _Plan,
+    plan: _RunPlan,
     reports: list[RankReport],
     error: float | None,
     tolerance: float,

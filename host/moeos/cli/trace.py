@@ -69,7 +69,7 @@ class TraceOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
+class _TracePlan:
     """What this rank will run.
 
     Attributes:
@@ -188,7 +188,7 @@ def _run(world: moeos.World, options: TraceOptions) -> int:
 
 @torch.no_grad()
 def _call(
-    world: moeos.World, options: TraceOptions, plan: _Plan, group: dist.ProcessGroup | None
+    world: moeos.World, options: TraceOptions, plan: _TracePlan, group: dist.ProcessGroup | None
 ) -> list[RankTrace]:
     """The last call's trace of all ranks on rank 0, as `gathering.gather` has it."""
     torch.manual_seed(options.seed)
@@ -206,7 +206,7 @@ def _call(
 
 
 def _about(
-    world: moeos.World, options: TraceOptions, plan: _Plan, group: dist.ProcessGroup | None
+    world: moeos.World, options: TraceOptions, plan: _TracePlan, group: dist.ProcessGroup | None
 ) -> dict[str, Any]:
     """What ran, in words and in full."""
     assert options.config is not None  # execute has seen to it
@@ -230,7 +230,7 @@ def _about(
     }
 
 
-def _arguments_of_call(plan: _Plan, group: dist.ProcessGroup | None) -> Arguments:
+def _arguments_of_call(plan: _TracePlan, group: dist.ProcessGroup | None) -> Arguments:
     """Those of the layer; and of slices who has added up in the call, whatever was asked."""
     slicing, tokens = plan.slicing, len(plan.batch.x)
     if not slicing.sums:
@@ -240,7 +240,7 @@ def _arguments_of_call(plan: _Plan, group: dist.ProcessGroup | None) -> Argument
     return {**slicing.arguments, "reduce": "after" if left else "fused"}
 
 
-def _prepare(world: moeos.World, options: TraceOptions) -> _Plan:
+def _prepare(world: moeos.World, options: TraceOptions) -> _TracePlan:
     assert options.config is not None  # execute has seen to it
     cfg = moeos.MoEConfig.from_toml(options.config)
     if options.experts is not None:
@@ -261,7 +261,7 @@ def _prepare(world: moeos.World, options: TraceOptions) -> _Plan:
     tokens = cfg.max_tokens if tokens is None else tokens
     check_tokens(tokens, cfg)
     workload = RandomTokens(cfg, places, pattern, generator_of(options.seed, place))
-    return _Plan(cfg, slicing, meets, workload.draw(tokens))
+    return _TracePlan(cfg, slicing, meets, workload.draw(tokens))
 
 
 def _check_files(options: TraceOptions) -> None:

@@ -23,7 +23,7 @@ from moeos.cli.timeline.call import (
     kind_name,
 )
 from moeos.cli.timeline.causes import Causes
-from moeos.cli.timeline.summary import Link
+from moeos.cli.timeline.summary import ChainLink
 from moeos.cli.trace_amounts import Amount, scaled
 from moeos.world.tracing import MAX_EVENTS, RankTrace
 
@@ -183,7 +183,7 @@ class Report:
                 f"{self._named(longest)}, which waited for {self._named(cause[0])}"
             )
 
-    def _named(self, link: Link) -> str:
+    def _named(self, link: ChainLink) -> str:
         part = self._call.parts[link.part]
         kind, rank = int(part["kind"]), int(part["rank"])
         of = chrome.arguments(self._call, part)
@@ -207,7 +207,7 @@ class Report:
             )
         return f"rank {rank}'s {kind_name(kind)} of {what}"
 
-    def _link_as_json(self, link: Link) -> dict[str, Any]:
+    def _link_as_json(self, link: ChainLink) -> dict[str, Any]:
         part = self._call.parts[link.part]
         return {
             "kind": kind_name(int(part["kind"])),

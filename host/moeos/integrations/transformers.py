@@ -334,7 +334,7 @@ def _call(
                 _where(module), "the first call", "exported", "a call before torch.export does"
             )
         parts = [one if one is None else one.detach() for one in own]
-        detached = transformers_weights.Weights._make(parts)
+        detached = transformers_weights.ModuleWeights._make(parts)
         _make_ready_in_a_call_before_torch_compile(module, group, key, detached)
     ready: _Ready = getattr(module, _READY)
     experts = ready.experts
@@ -359,7 +359,7 @@ def _device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 @shared.untraced
 def _make_ready_in_a_call_before_torch_compile(
-    module: Any, group: Any, key: tuple[Any, ...], own: transformers_weights.Weights
+    module: Any, group: Any, key: tuple[Any, ...], own: transformers_weights.ModuleWeights
 ) -> None:
     """Gives a module what its calls need. Collective over `group`. `own`: its tensors, detached."""
 
@@ -394,8 +394,8 @@ def _gate_of(module: Any) -> Any:
 def _made(
     module: Any,
     group: Any,
-    own: transformers_weights.Weights,
-    layout: transformers_weights.Layout,
+    own: transformers_weights.ModuleWeights,
+    layout: transformers_weights.WeightLayout,
     top_k: int,
     dtype: torch.dtype,
     parallel: Parallel,

@@ -18,7 +18,7 @@ from moeos.call import call_checks
 from moeos.config.config import MoEConfig
 from moeos.config.element_formats import BLOCK, FORMATS, Format, WeightFormat
 from moeos.integrations import shared, transformers_weights
-from moeos.integrations.transformers_weights import Weights
+from moeos.integrations.transformers_weights import ModuleWeights
 
 _E4M3, _E8M0 = torch.float8_e4m3fn, getattr(torch, "float8_e8m0fnu", torch.uint8)
 _PAIRS = (torch.int8, torch.uint8)
@@ -35,7 +35,7 @@ def is_coded(weight: Tensor) -> bool:
     return weight.element_size() == 1
 
 
-def format_of(module: Any, weights: Weights, where: str) -> WeightFormat | None:
+def format_of(module: Any, weights: ModuleWeights, where: str) -> WeightFormat | None:
     """The format of a module's weights; None if they are numbers. `shared.refusal` for what is no
     format of moeos. The tensors need no values.
     """
@@ -104,14 +104,14 @@ def _another_dtype(where: str, name: str, tensor: Tensor, works: str) -> ValueEr
     return shared.refusal(where, f"the dtype of {name}", tensor.dtype, works)
 
 
-def coded(weights: Weights, weight_format: WeightFormat) -> Weights:
+def coded(weights: ModuleWeights, weight_format: WeightFormat) -> ModuleWeights:
     """A quantized module's tensors as views in the dtypes of the format, scales converted where
     they have another.
     """
     row = FORMATS[weight_format]
     w1, w2 = (_as(codes, row.code_dtype).flatten(2) for codes in weights[:2])
     scales = (_scale(scale, row) for scale in weights[4:])
-    return Weights(w1, w2, weights.b1, weights.b2, *scales)
+    return ModuleWeights(w1, w2, weights.b1, weights.b2, *scales)
 
 
 def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -131,7 +131,7 @@ def _scale(scale: Tensor | None, row: Format) -> Tensor:
     return found
 
 
-def check(module: Any, cfg: MoEConfig, weights: Weights, where: str) -> None:
+def check(module: Any, cfg: MoEConfig, weights: ModuleWeights, where: str) -> None:
     """Raises for a parameter of another shape than the config has, by the module's name of it."""
     local = len(weights.w1)
     w1, b1, w2, b2, _ = call_checks.expected_weights(cfg, local)

@@ -19,7 +19,7 @@ _CODES, _SCALES = "_blocks", ("_scale_inv", "_scales")
 """What follows the name of a matrix: for codes that are not called as the matrix is, and scales."""
 
 
-class Weights(NamedTuple):
+class ModuleWeights(NamedTuple):
     """A module's tensors, in the order in which `moeos.Experts` takes them."""
 
     w1: Tensor
@@ -30,7 +30,7 @@ class Weights(NamedTuple):
     w2_scale: Tensor | None = None
 
 
-class Layout(NamedTuple):
+class WeightLayout(NamedTuple):
     """Fields of a `MoEConfig` that say how w1 and w2 lie."""
 
     gate_up: GateUp
@@ -38,7 +38,7 @@ class Layout(NamedTuple):
 
 
 def names_of(module: Any) -> tuple[str, ...]:
-    """The parameters of a module, in the order of `Weights`, without scales."""
+    """The parameters of a module, in the order of `ModuleWeights`, without scales."""
     names = _matrices(module)
     biases = tuple(f"{name}_bias" for name in names) if module.has_bias else ()
     coded = hasattr(module, f"{names[0]}{_CODES}")
@@ -63,7 +63,7 @@ def _scales(module: Any) -> list[tuple[str, ...]]:
     return [tuple(f"{name}{end}" for name in _matrices(module)) for end in _SCALES]
 
 
-def weights_of(module: Any) -> Weights:
+def weights_of(module: Any) -> ModuleWeights:
     """The module's tensors as they are. Each is read once: under a parametrization, such as that of
     PEFT's adapters, a read is a computation, which autograd notes and checkpointing repeats.
     """
@@ -71,10 +71,10 @@ def weights_of(module: Any) -> Weights:
     w1, w2 = (getattr(module, name) for name in names[:2])
     b1, b2 = (getattr(module, name) for name in names[2:]) if module.has_bias else (None, None)
     scales = (getattr(module, name, None) for name in scale_names_of(module))
-    return Weights(w1, w2, b1, b2, *scales)
+    return ModuleWeights(w1, w2, b1, b2, *scales)
 
 
-def layout_of(module: Any, weights: Weights) -> Layout | None:
+def layout_of(module: Any, weights: ModuleWeights) -> WeightLayout | None:
     """How w1 and w2 lie in memory, whatever their strides say first; None where no kernel reads
     them: their elements are apart, or each lies another way.
     """
@@ -84,7 +84,7 @@ def layout_of(module: Any, weights: Weights) -> Layout | None:
         turned = transposed != module.is_transposed
         matrices = [one.transpose(1, 2) if turned else one for one in weights[:2]]
         if all(one.is_contiguous() for one in matrices):
-            return Layout(gate_up, transposed)
+            return WeightLayout(gate_up, transposed)
     return None
 
 

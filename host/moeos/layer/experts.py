@@ -38,7 +38,7 @@ _NO_SHARED_SCALES = (None,) * len(call_checks.SHARED_SCALES)
 """And behind them."""
 
 
-class Caller(NamedTuple):
+class CallKind(NamedTuple):
     """Who makes a call, as far as it differs.
 
     Attributes:
@@ -215,7 +215,7 @@ class Experts:
 
     def run(
         self,
-        caller: Caller,
+        caller: CallKind,
         order: torch.Tensor,
         x: torch.Tensor,
         topk_ids: torch.Tensor | None,
@@ -326,14 +326,14 @@ class Experts:
         custom_op.forward_into(*tensors, x_scale, room, **how)
         return out
 
-    def _know(self, caller: Caller) -> KnownTensors:
+    def _know(self, caller: CallKind) -> KnownTensors:
         """What is known of a caller that has made no call."""
         known = KnownTensors([expected is not None for expected in caller.expected])
         return self._known.setdefault(caller.name, known)
 
     def _at_once(
         self,
-        caller: Caller,
+        caller: CallKind,
         x: torch.Tensor,
         rows: torch.Tensor,
         routing: tuple[torch.Tensor | None, ...],
@@ -505,7 +505,7 @@ class Experts:
         scales = call_checks.expected_scales(cut, local)
         self._order = custom_op.order_on(self.device)
         self._known: dict[str, KnownTensors] = {}
-        self._caller = Caller(
+        self._caller = CallKind(
             "Experts",
             (*weights, *_NOTHING_ELSE, *scales, *_NO_SHARED_SCALES),
             absent="this config has one",

@@ -25,7 +25,7 @@ from moeos.config.config import MoEConfig
 from moeos.config.element_formats import quantize_matrix
 from moeos.engines import values
 from moeos.layer import moving, replacing, wrappers
-from moeos.layer.experts import Caller, Experts, check_supported, device_of, placement_of
+from moeos.layer.experts import CallKind, Experts, check_supported, device_of, placement_of
 from moeos.partition import sharding
 from moeos.partition.placement import Placement, why_no_backward
 from moeos.partition.policies import Layout, Reduce
@@ -512,10 +512,10 @@ class MoELayer(nn.Module):
             if placement is None:
                 raise TypeError("placement is None; it must be a moeos.Placement")
             passed = replacing.require_optimizers(optimizers)
-            family = replacing.Family.of(self)
+            sharing = replacing.SharingLayers.of(self)
             in_gates(
-                *(self.world, family.workspaces),
-                lambda: self._replace(placement, family, passed, held),
+                *(self.world, sharing.workspaces),
+                lambda: self._replace(placement, sharing, passed, held),
             )
 
         interruption.told(self.world.control, "MoELayer.replace", replace, held)
@@ -523,7 +523,7 @@ class MoELayer(nn.Module):
     def _replace(
         self,
         placement: Placement,
-        family: replacing.Family,
+        sharing: replacing.SharingLayers,
         passed: Sequence[torch.optim.Optimizer],
         signals: HeldSignals,
     ) -> None:
@@ -532,7 +532,7 @@ class MoELayer(nn.Module):
             agreement.agree(self.cfg, self.world, self._place, "MoELayer.replace", placement)
         self._require_movable(placement)
         with signals:
-            self._move(placement, family, passed, signals)
+            self._move(placement, sharing, passed, signals)
 
     def _require_movable(self, placement: Placement) -> None:
         """Raises, alike on all ranks, unless experts can move to this placement."""
@@ -560,7 +560,7 @@ class MoELayer(nn.Module):
     def _move(
         self,
         placement: Placement,
-        family: replacing.Family,
+        sharing: replacing.SharingLayers,
         passed: Sequence[torch.optim.Optimizer],
         signals: HeldSignals,
     ) -> None:
@@ -574,15 +574,15 @@ class MoELayer(nn.Module):
         with torch.inference_mode(False), torch.no_grad():
             try:
                 experts.engine.require_open()
-                held = family.held(passed)
+                held = sharing.held(passed)
                 made = moving.room(held)
-                apart = [(one, one.clone()) for one in family.given(held)]
+                apart = [(one, one.clone()) for one in sharing.given(held)]
                 experts.settle()
             except Exception as raised:  # what does not fit, no memory, a call that failed
                 error = raised
             with replacing.nothing_moves():
                 replacing.require_on_all(world, error, signals.raised)
-                together = family.agreed(held)
+                together = sharing.agreed(held)
             begun = time.monotonic()
             try:
                 moving.fill(made, held, old, placement, world)
@@ -597,7 +597,7 @@ class MoELayer(nn.Module):
                     held[name].copy_(tensor)
         for each in together:
             each.place(placement)
-        family.moved(old, passed)
+        sharing.moved(old, passed)
 
     @property
     def placement(self) -> Placement:
@@ -747,7 +747,7 @@ class MoELayer(nn.Module):
         check_supported(cfg, world)
         self.cfg = whole
         self._names = tuple(state_names.state_name(cfg, name) for name in state_names.OWN)
-        self._caller = Caller(
+        self._caller = CallKind(
             "MoELayer",
             (
                 *call_checks.expected_weights(cfg, local),

@@ -53,7 +53,7 @@ class Given:
         return [one for one in alive if any(_overlap(one, other) for other in tensors)]
 
 
-class Family(NamedTuple):
+class SharingLayers(NamedTuple):
     """A layer, and what there is of other layers that have its weights.
 
     Attributes:
@@ -71,7 +71,7 @@ class Family(NamedTuple):
     error: ValueError | None
 
     @classmethod
-    def of(cls, layer: MoELayer) -> Family:
+    def of(cls, layer: MoELayer) -> SharingLayers:
         """As it is now on this rank."""
         fellows: dict[int, MoELayer] = {}
         unknown: dict[int, MoELayer] = {}

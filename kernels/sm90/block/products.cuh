@@ -33,33 +33,33 @@
 
 namespace moeos::sm90 {
 
-struct Product {
+struct Gemm {
   moeos::Product line;
   bool activated;
   u32 mlps;     // side by side in GEMM0's columns, and in GEMM1's depth
   u32 depth;    // elements of a row, of each MLP
   u32 columns;  // of a result, of each MLP
 };
-inline constexpr Product kFirst{.line = kFirstProduct,
-                                .activated = true,
-                                .mlps = 1,
-                                .depth = kShape.hidden,
-                                .columns = kShape.intermediate};
-inline constexpr Product kSecond{.line = kSecondProduct,
-                                 .activated = false,
-                                 .mlps = 1,
-                                 .depth = kShape.intermediate,
-                                 .columns = kShape.hidden};
-inline constexpr Product kSharedFirst{.line = kSharedFirstProduct,
-                                      .activated = true,
-                                      .mlps = kShape.shared_experts,
-                                      .depth = kShape.hidden,
-                                      .columns = kShape.shared_intermediate};
-inline constexpr Product kSharedSecond{.line = kSharedSecondProduct,
-                                       .activated = false,
-                                       .mlps = kShape.shared_experts,
-                                       .depth = kShape.shared_intermediate,
-                                       .columns = kShape.hidden};
+inline constexpr Gemm kFirst{.line = kFirstProduct,
+                             .activated = true,
+                             .mlps = 1,
+                             .depth = kShape.hidden,
+                             .columns = kShape.intermediate};
+inline constexpr Gemm kSecond{.line = kSecondProduct,
+                              .activated = false,
+                              .mlps = 1,
+                              .depth = kShape.intermediate,
+                              .columns = kShape.hidden};
+inline constexpr Gemm kSharedFirst{.line = kSharedFirstProduct,
+                                   .activated = true,
+                                   .mlps = kShape.shared_experts,
+                                   .depth = kShape.hidden,
+                                   .columns = kShape.shared_intermediate};
+inline constexpr Gemm kSharedSecond{.line = kSharedSecondProduct,
+                                    .activated = false,
+                                    .mlps = kShape.shared_experts,
+                                    .depth = kShape.shared_intermediate,
+                                    .columns = kShape.hidden};
 inline constexpr u32 kGateParts = kShape.shared_gate ? 1 : 0;
 
 inline bool is_shared(const Task& task) { return kShares && moeos::is_shared(kGeometry, task); }
@@ -86,7 +86,7 @@ inline u32 boxes_of(const Task& task) {
   return task.narrow == 0 ? 1 : is_deep(task) ? kDeepDepth : kNarrowDepth;
 }
 /// The product of a task.
-inline Product product_of(const Task& task) {
+inline Gemm product_of(const Task& task) {
   const bool first = task.kind == kFirstProduct.kind;
   if (is_shared(task)) {
     return first ? kSharedFirst : kSharedSecond;
@@ -95,26 +95,26 @@ inline Product product_of(const Task& task) {
 }
 
 /// Rows of weights of one MLP. A gated GEMM0 has its gate rows, then its up rows.
-constexpr u32 weight_rows(const Product& product) {
+constexpr u32 weight_rows(const Gemm& product) {
   return product.activated ? kShape.w1_rows_of(product.columns) : product.columns;
 }
 /// Where one of these rows lies in memory, among those of all MLPs; or its bias or scale, of which
 /// each matrix has `rows`. `matrix`: counted through all MLPs, gates and ups being two.
-constexpr u64 row_in_memory(const Product& product, u32 matrix, u32 row, u32 rows) {
+constexpr u64 row_in_memory(const Gemm& product, u32 matrix, u32 row, u32 rows) {
   if (kGateUp == GateUp::interleaved && product.activated) {
     return u64{matrix / 2} * 2 * rows + 2 * row + matrix % 2;
   }
   return u64{matrix} * rows + row;
 }
 /// Columns of a result in one part, of a tile of `tile_columns` columns.
-constexpr u32 part_columns(const Product& product, u32 tile_columns) {
+constexpr u32 part_columns(const Gemm& product, u32 tile_columns) {
   return product.activated ? product0_columns(tile_columns) : tile_columns;
 }
 /// Parts of one MLP's columns; for GEMM1, which adds all MLPs up, all parts.
-constexpr u32 parts_of_each(const Product& product, u32 tile_columns) {
+constexpr u32 parts_of_each(const Gemm& product, u32 tile_columns) {
   return ceil_div(product.columns, part_columns(product, tile_columns));
 }
-constexpr u32 parts_of(const Product& product, u32 tile_columns) {
+constexpr u32 parts_of(const Gemm& product, u32 tile_columns) {
   return product.activated ? product.mlps * parts_of_each(product, tile_columns)
                            : parts_of_each(product, tile_columns);
 }
@@ -162,7 +162,7 @@ inline bool is_decoded(const Task& task, u32 part) {
 }
 /// The first of the part's columns, among its MLP's.
 inline u32 first_column_of(const Task& task, u32 part) {
-  const Product product = product_of(task);
+  const Gemm product = product_of(task);
   const u32 nth = is_shared(task) && product.activated
                       ? part % parts_of_each(product, weight_rows_of(task))
                       : part;
@@ -178,7 +178,7 @@ inline u32 steps_of_each(const Task& task) {
   return ceil_div(product_of(task).depth, boxes_of(task) * box_depth_of(task));
 }
 inline u32 steps_of(const Task& task) {
-  const Product product = product_of(task);
+  const Gemm product = product_of(task);
   return product.activated ? steps_of_each(task) : product.mlps * steps_of_each(task);
 }
 

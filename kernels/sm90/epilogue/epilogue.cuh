@@ -208,7 +208,7 @@ inline void finish_tile(const float (&d)[kRegisters], const Task& task, const Sl
     return;
   }
   constexpr u32 kColumns = product0_columns(kTile);
-  const Product first_product = is_shared(task) ? kSharedFirst : kFirst;
+  const Gemm first_product = is_shared(task) ? kSharedFirst : kFirst;
   const u32 first = first_column_of(task, part);
   const auto activated = [&](u32 at) {
     if constexpr (kColumnsAlternate) {

@@ -43,7 +43,7 @@ inline const u8* coded_row(const RankArguments& arguments, const Task& task, u32
 
 /// Scales of a thread's two rows, and of the two halves of its part's columns, which may belong to
 /// two matrices or to two blocks. `kBoxes`: boxes of codes along the depth in a stage.
-template <const Product& kProduct, u32 kBoxes>
+template <const Gemm& kProduct, u32 kBoxes>
 class PartScales {
  public:
   static constexpr u32 kGroup = kProduct.activated ? kTokenGroup : kHiddenGroup;
@@ -136,7 +136,7 @@ inline void multiply_group(float (&sums)[kCodedSums], const u8* rows, const u8* 
 
 /// d += the warpgroup's 64 rows of a tile times a part's weights. `kBoxes`: as in PartScales; more
 /// than one for a narrow tile.
-template <const Product& kProduct, u32 kBoxes>
+template <const Gemm& kProduct, u32 kBoxes>
 inline void multiply_coded(float (&d)[kCodedSums], const RankArguments& arguments, const Task& task,
                            u32 part, u32 group, Shared& shared, RingPosition<kStages>& stage) {
   using Scales = PartScales<kProduct, kBoxes>;
@@ -175,7 +175,7 @@ inline void multiply_coded(float (&d)[kCodedSums], const RankArguments& argument
 
 /// Multiplies a thread's sums by the scales of their columns, where each column has one, and adds
 /// their biases: then start_accumulators has begun without biases.
-template <const Product& kProduct>
+template <const Gemm& kProduct>
 inline void scale_channels(float (&d)[kCodedSums], const RankArguments& arguments, const Task& task,
                            u32 part) {
   constexpr bool kGated = kProduct.activated && kShape.gated();

@@ -67,7 +67,7 @@ inline u32 e4m3_of(u32 codes, const Magnitudes& magnitudes) {
 /// A thread's scales in the steps of a part: those of its two rows of weights, of which each of
 /// four lanes keeps a quarter, and one scale of a token, for all other threads. `kColumns`: tokens
 /// of the tile; `kBoxes`: boxes of codes along the depth in a stage.
-template <const Product& kProduct, u32 kColumns, u32 kBoxes>
+template <const Gemm& kProduct, u32 kColumns, u32 kBoxes>
 class ColumnScales {
  public:
   static constexpr u32 kGroup = kProduct.activated ? kTokenGroup : kHiddenGroup;
@@ -241,7 +241,7 @@ inline void multiply_folded(float (&d)[kColumnHalves][kColumnSums], float (&sums
 
 /// d += the warpgroup's 64 rows of a part's weights times a tile's tokens. `kHalves`: halves of a
 /// tile, of 64 tokens each; `kTokens`: tokens of a product.
-template <const Product& kProduct, u32 kHalves, u32 kTokens = kColumnTokens>
+template <const Gemm& kProduct, u32 kHalves, u32 kTokens = kColumnTokens>
 inline void multiply_by_columns(float (&d)[kColumnHalves][kColumnSums],
                                 const RankArguments& arguments, const Task& task, u32 part,
                                 u32 group, Shared& shared, RingPosition<kStages>& stage) {
@@ -375,7 +375,7 @@ inline void multiply_by_columns(float (&d)[kColumnHalves][kColumnSums],
 }
 
 /// multiply_by_columns for a narrow tile.
-template <const Product& kProduct>
+template <const Gemm& kProduct>
 inline void multiply_narrow_columns(float (&d)[kColumnHalves][kColumnSums],
                                     const RankArguments& arguments, const Task& task, u32 part,
                                     u32 group, Shared& shared, RingPosition<kStages>& stage) {

@@ -34,7 +34,7 @@ class LaneScales {
   /// `place`: index of the first row in a stage.
   LaneScales(const RankArguments& arguments, const Task& task, u32 part, u32 place, u32 lane)
       : lane_(lane) {
-    const Product product = product_of(task);
+    const Gemm product = product_of(task);
     const u32 first = lane % kSteps * kOfStep;
     left_ = static_cast<i32>(scales_of_row(kFormat, product.depth)) - static_cast<i32>(first);
     const u8* all = product.activated ? arguments.w1_scale : arguments.w2_scale;
@@ -173,7 +173,7 @@ inline void start_rows(float (&d)[kColumnSums], const RankArguments& arguments, 
                        u32 part) {
   float values[2] = {};
   if constexpr (kBias) {
-    const Product product = product_of(task);
+    const Gemm product = product_of(task);
     const auto* biases =
         reinterpret_cast<const u16*>(product.activated ? arguments.b1 : arguments.b2);
 #pragma unroll

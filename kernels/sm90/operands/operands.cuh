@@ -107,7 +107,7 @@ inline void find_weights(const RankArguments& arguments, const Task& task, u32 p
     box.place = place;
     return;
   }
-  const Product product = product_of(task);
+  const Gemm product = product_of(task);
   const u32 columns = columns_of(task);
   const u32 first = index * weight_box_rows_of(task);  // among the part's
   const bool of_ups = first >= columns;
@@ -152,7 +152,7 @@ inline void prefetch_maps(const RankArguments& arguments) {
 /// the next.
 inline void prefetch_scales(const RankArguments& arguments, const Task& task, u32 part) {
   if constexpr (kFormat != WeightFormat::plain && !is_fp8(kFormat)) {
-    const Product product = product_of(task);
+    const Gemm product = product_of(task);
     const u32 nth = Machine::lane();  // of the part's matrices
     if (is_shared(task) || task.padded_rows == 0 || nth >= matrices_of(product)) {
       return;

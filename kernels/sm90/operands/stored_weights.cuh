@@ -25,12 +25,12 @@ struct WeightRow {
   u32 row;
 };
 /// Matrices of a product's weights in an MLP.
-constexpr u32 matrices_of(const Product& product) {
+constexpr u32 matrices_of(const Gemm& product) {
   return kShape.gated() && product.activated ? 2 : 1;
 }
 /// The row that lies at index `place` of a part's stages; the part belongs to MLP `mlp`.
 inline WeightRow weight_row_at(const Task& task, u32 part, u32 mlp, u32 place) {
-  const Product product = product_of(task);
+  const Gemm product = product_of(task);
   const u32 columns = columns_of(task);
   const u32 of_part = ordered_row(place);
   const bool up = of_part >= columns;
@@ -39,7 +39,7 @@ inline WeightRow weight_row_at(const Task& task, u32 part, u32 mlp, u32 place) {
           minimum(first_column_of(task, part) + of_part - (up ? columns : 0), product.columns - 1)};
 }
 /// Where the row's scales begin, in `all`.
-inline const u8* scales_of(const WeightRow& at, const Product& product, const u8* all) {
+inline const u8* scales_of(const WeightRow& at, const Gemm& product, const u8* all) {
   const u64 row = row_in_memory(product, at.matrix, scale_row(kFormat, at.row),
                                 scale_rows(kFormat, product.columns));
   return all + row * scales_of_row(kFormat, product.depth) * scale_bytes(kFormat);
@@ -70,7 +70,7 @@ class StoredRow {
           return;
         }
       }
-      const Product product = product_of(task);
+      const Gemm product = product_of(task);
       const bool shared = kDecodesShared && is_shared(task);
       const u32 mlp = shared ? mlp_of(task, part) : task.local_expert;
       const WeightRow row =
@@ -217,7 +217,7 @@ class StoredRow {
 
   /// Asks for the scales of a step, long before they are used. Beyond the row: zeros.
   void load_scales(const Task& task, u32 nth, u32 step) {
-    const Product product = product_of(task);
+    const Gemm product = product_of(task);
     const u32 depth = product.depth;
     u32 before = 0;  // scales of matrices before this step's
     bool there = decodes(task);

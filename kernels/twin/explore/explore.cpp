@@ -24,7 +24,7 @@ constexpr u64 kPointsMost = 20'000'000;  // of a run; the longest runs seen take
 
 /// A world whose experts may be cut into slices, and whose calls may be gradient calls.
 RandomWorld draw_explored(Random& random, bool gradients) {
-  RandomWorld world = draw_world(random, Extent::fibers);
+  RandomWorld world = draw_world(random, WorldScale::fibers);
   draw_slices(random, world, 1);
   if (gradients) {
     make_gradient_world(world);

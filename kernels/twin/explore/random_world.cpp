@@ -246,8 +246,8 @@ Codes held(const RandomWorld& world, const Codes& all) {
 
 }  // namespace
 
-RandomWorld draw_world(Random& random, Extent extent) {
-  const bool small = extent == Extent::fibers;
+RandomWorld draw_world(Random& random, WorldScale scale) {
+  const bool small = scale == WorldScale::fibers;
   RandomWorld world{};
   Geometry& g = world.geometry;
   const u32 worlds[] = {1, 2, 3, 4, 8};

@@ -18,7 +18,7 @@
 namespace moeos::twin {
 
 /// The use of a world.
-enum class Extent {
+enum class WorldScale {
   threads,  ///< up to 8 ranks and 600 tokens
   fibers,   ///< up to 4 ranks and 24 tokens, in chunks and tiles of few rows: many messages, little
             ///< to compute; a deadline of a millisecond, for a clock that only idling moves
@@ -29,7 +29,7 @@ struct RandomWorld {
   LayerShape shape;
   TwinSettings settings;
 };
-RandomWorld draw_world(Random& random, Extent extent);
+RandomWorld draw_world(Random& random, WorldScale scale);
 
 /// Normally distributed numbers with this standard deviation.
 std::vector<float> draw_floats(Random& random, u64 count, float deviation);

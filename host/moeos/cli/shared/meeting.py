@@ -13,7 +13,7 @@ import torch.distributed as dist
 _REST = 2_000_000  # clock cycles, 1 ms
 
 
-class Meeting:
+class StreamMeeting:
     """A place where the current streams of a group's ranks meet as often as is wanted.
 
     Args:

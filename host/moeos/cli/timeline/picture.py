@@ -61,7 +61,7 @@ class Mark:
 
 
 @dataclasses.dataclass(frozen=True)
-class Beside:
+class OtherCall:
     """The same call of another layer, drawn as one bar a rank below the others.
 
     Attributes:
@@ -87,7 +87,7 @@ def draw(
     title: str,
     file: Path,
     marks: Sequence[Mark] = (),
-    beside: Beside | None = None,
+    beside: OtherCall | None = None,
 ) -> None:
     """Draws the call into a PNG file.
 
@@ -149,7 +149,7 @@ def _draw_mark(axes: Any, mark: Mark, unit: float, length: float) -> None:
     )
 
 
-def _draw_bars(axes: Any, beside: Beside, unit: float) -> None:
+def _draw_bars(axes: Any, beside: OtherCall, unit: float) -> None:
     for rank, (begin, end) in enumerate(zip(beside.begins, beside.ends, strict=True)):
         axes.barh(rank, (end - begin) / unit, left=begin / unit, height=0.8, color=_BAR_COLOUR)
     axes.set_ylim(len(beside.ends) - 0.5, -0.5)

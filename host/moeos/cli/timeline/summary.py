@@ -86,7 +86,7 @@ class RankSummary:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Link:
+class ChainLink:
     """A part of the chain that the end of the call waited for.
 
     Attributes:
@@ -156,7 +156,7 @@ def ranks_of(call: CallTrace) -> list[RankSummary]:
     return found
 
 
-def chain_of(call: CallTrace, causes: Causes) -> list[Link]:
+def chain_of(call: CallTrace, causes: Causes) -> list[ChainLink]:
     """What the end of the call waited for, from the last Combine part back; the last first.
 
     Empty where there is no Combine part, or events are missing.
@@ -165,13 +165,13 @@ def chain_of(call: CallTrace, causes: Causes) -> list[Link]:
     if len(combines) == 0 or not call.planned_up_front:
         return []
     since = causes.since(call.parts)
-    chain: list[Link] = []
+    chain: list[ChainLink] = []
     index = int(combines[numpy.argmax(call.parts["visible"][combines])])
     while index != NONE:
         cause = int(causes.part[index])
         claimed, stored = int(call.parts["claimed"][index]), int(since[index])
         chain.append(
-            Link(
+            ChainLink(
                 part=index,
                 waited=None if cause == NONE else claimed - stored,
                 busy=None if cause == NONE else _busy(call, index, stored, claimed),

@@ -17,7 +17,7 @@ from moeos import _runtime
 from moeos.compile.kernel_shape import KernelShape
 from moeos.engines.base import GradientTensors
 from moeos.engines.cuda.backward_arguments import GradientPacker, SavingPacker
-from moeos.engines.cuda.kernel import Launch, LoadedKernel
+from moeos.engines.cuda.kernel import LaunchArguments, LoadedKernel
 
 
 class CudaSaving:
@@ -32,7 +32,7 @@ class CudaSaving:
     ) -> None:
         self.arguments = arguments
         self.kernel = kernel
-        self.launch = Launch.of_ranks(arguments.record, shape.virtual_ranks)
+        self.launch = LaunchArguments.of_ranks(arguments.record, shape.virtual_ranks)
 
 
 class CudaGradients:
@@ -56,9 +56,9 @@ class CudaGradients:
         self.shape = shape
         self.arguments = arguments
         self.kernel = kernel
-        self.launch = Launch.of_ranks(arguments.record, shape.virtual_ranks)
+        self.launch = LaunchArguments.of_ranks(arguments.record, shape.virtual_ranks)
         self._of_weights = of_weights
-        self._own = Launch(arguments.record)  # of this rank alone
+        self._own = LaunchArguments(arguments.record)  # of this rank alone
 
     def make_weights(self, stream: int) -> None:
         """Launches what makes the gradients of weights, behind the call that was packed last."""

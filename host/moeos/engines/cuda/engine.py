@@ -44,7 +44,7 @@ from moeos.engines.cuda.backward_arguments import (
     SavingPacker,
 )
 from moeos.engines.cuda.backward_kernels import CudaGradients, CudaSaving
-from moeos.engines.cuda.kernel import Launch, LoadedKernel
+from moeos.engines.cuda.kernel import LaunchArguments, LoadedKernel
 from moeos.engines.cuda.peers import Peers
 from moeos.engines.cuda.workspace import CudaWorkspace
 from moeos.engines.failure import different_calls, exception_of
@@ -163,7 +163,7 @@ class CudaEngine:
             held.kernel = self._agree(
                 lambda: self._load(kernel, self._shape, mine.kernels), "the loading of the kernel"
             )
-            held.launch = Launch.of_ranks(arguments.record, self._shape.virtual_ranks)
+            held.launch = LaunchArguments.of_ranks(arguments.record, self._shape.virtual_ranks)
             if held.kernel is not None:
                 arguments.pack_code(*held.kernel.code)
             torch.cuda.synchronize()
@@ -498,7 +498,7 @@ class CudaEngine:
             self._no_bias = torch.zeros_like(b2)
         return self._no_bias
 
-    def _launch(self, kernel: LoadedKernel, launch: Launch, stream: int) -> None:
+    def _launch(self, kernel: LoadedKernel, launch: LaunchArguments, stream: int) -> None:
         """Launches a call behind the world's last one, whose stream it mostly shares."""
         launches = self._launches
         if stream == launches.stream and not torch._C._cuda_isCurrentStreamCapturing():
@@ -672,7 +672,7 @@ class CudaHoldings:
 
     records: torch.Tensor
     arguments: ArgumentPacker
-    launch: Launch
+    launch: LaunchArguments
     kernel: LoadedKernel | None
 
     def __init__(

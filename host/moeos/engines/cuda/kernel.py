@@ -20,7 +20,7 @@ from moeos.engines.cuda.driver import ask
 from moeos.engines.cuda.nvshmem_heap import fill_in_state, forget_state
 
 
-class Launch:
+class LaunchArguments:
     """What the launches of one layer are given.
 
     Attributes:
@@ -35,7 +35,7 @@ class Launch:
         self.pointers_at: int = self._pointers.ctypes.data
 
     @classmethod
-    def of_ranks(cls, record: NDArray[numpy.uint8], ranks: int) -> Launch:
+    def of_ranks(cls, record: NDArray[numpy.uint8], ranks: int) -> LaunchArguments:
         """Of one rank, whose record stays where it is; or with room for those of several."""
         return cls(record if ranks == 1 else numpy.tile(record, ranks))
 
@@ -86,7 +86,7 @@ class LoadedKernel:
         self._launch = launch
         self._stream: int | None = None  # of the launch before
 
-    def launch(self, stream: int, launch: Launch) -> None:
+    def launch(self, stream: int, launch: LaunchArguments) -> None:
         """Launches it on a stream."""
         driver = self._driver
         # The thread's current context may not be set yet: torch does that when it first needs it.

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moeos.cli.shared.meeting import Meeting
+from moeos.cli.shared.meeting import StreamMeeting
 
 GROUP = cast(dist.ProcessGroup, object())
 
@@ -31,7 +31,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_the_gpu_rests_and_then_meets_the_others_each_time(stream: list[str]) -> None:
-    meeting = Meeting(GROUP)
+    meeting = StreamMeeting(GROUP)
     assert stream == []
     meeting.meet()
     assert stream == ["rest", "all-reduce"]
@@ -40,5 +40,5 @@ def test_the_gpu_rests_and_then_meets_the_others_each_time(stream: list[str]) ->
 
 
 def test_a_rank_without_a_group_only_rests(stream: list[str]) -> None:
-    Meeting(None).meet()
+    StreamMeeting(None).meet()
     assert stream == ["rest"]

@@ -748,7 +748,7 @@ def test_a_picture_shows_where_a_delay_ends_and_another_layer_beside_it(tmp_path
     assert not len(columns_of(brown, everywhere))
     # As long as the other layer, so that its bar of rank 0 ends at the right edge.
     end = 4.0 * max(call.length, 1e6)
-    beside = picture.Beside("another", [0.0, end / 2], [end, 0.75 * end])
+    beside = picture.OtherCall("another", [0.0, end / 2], [end, 0.75 * end])
     marks = [picture.Mark(1, end / 2, "the delay ends")]
     picture.draw(call, "a title", tmp_path / "call.png", marks, beside)
     bars = columns_of(brown, everywhere)
