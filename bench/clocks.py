@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import moeos
 from moeos.cli.shared.device_reader import Reader
-from moeos.cli.shared.meeting import Meeting
+from moeos.cli.shared.meeting import StreamMeeting
 
 FLUSHED_TOKENS = 512
 """Up to this many tokens per rank the L2 cache is flushed."""
@@ -84,7 +84,7 @@ class DeviceClock:
     """The clock of layers that compute on this rank's GPU."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._meeting = Meeting(group)
+        self._meeting = StreamMeeting(group)
         torch.cuda._sleep(_CALIBRATION)  # the GPU's clock is up
         begin, end = _events()
         begin.record()

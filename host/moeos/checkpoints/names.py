@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from moeos.checkpoints import shared_names, stored_matrices
 from moeos.checkpoints.shared_names import SharedNames
-from moeos.checkpoints.stored_matrices import Format
+from moeos.checkpoints.stored_matrices import StoredFormat
 from moeos.config.config import MoEConfig
 from moeos.config.hf import layouts
 from moeos.config.hf.families import FAMILIES
@@ -207,7 +207,9 @@ _EXPERTS = {name for row in layouts.LAYOUTS for name in _parts_of(row)}
 """The names of all parts of an expert's matrices in any layout."""
 
 
-def _formats_of(look: _Look, below: Mapping[str, Sequence[str]], prefix: str) -> dict[str, StoredFormat]:
+def _formats_of(
+    look: _Look, below: Mapping[str, Sequence[str]], prefix: str
+) -> dict[str, StoredFormat]:
     found: dict[str, list[str]] = {matrix: [] for matrix in look.layout.matrices}
     for matrix, part in look.parts.values():
         found[matrix].append(part)
