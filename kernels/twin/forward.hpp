@@ -144,7 +144,7 @@ class TwinRank {
   /// `interrupted`: a signal has ended the last call after its kernel.
   void abort(bool interrupted = false);
 
-  /// What this rank or a peer has failed with since the last reset(); its kind may be `none`.
+  /// The failure of this rank or a peer since the last reset(); its kind may be `none`.
   Failure failure() const;
 
   /// Clears this shape's tables; after TwinShared::clear(), by its caller.

@@ -2,7 +2,7 @@
 // gemm.hpp for x86-64 processors with AVX-512F, BW, VL and DQ. Needs no compiler flags.
 #if defined(__x86_64__)
 
-#include "kernels/twin/gemm.hpp"  // before the instruction set changes: its own includes stay portable
+#include "kernels/twin/gemm.hpp"  // first: its includes must stay portable
 
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"))), \

@@ -140,7 +140,7 @@ class Processor : Pace<P> {
     return true;
   }
 
-  /// Before a part is begun for which complete() will be called. One warp.
+  /// Called before a part begins for which complete() will be called. One warp.
   void begin_part(const Task& task) {
     Pace<P>::begin_part(rank_, call_);
     wait_for_links(rank_, call_,
@@ -235,8 +235,8 @@ class Processor : Pace<P> {
       case Then::next:
         if (task.awaits != 0) {
           // Publishes the part's results to the processors that wait for all of the tile's, which
-          // poll this counter and fence (inputs.hpp): every part of the next product reads all of
-          // them.
+          // poll this counter and fence (inputs.hpp): the last value is the sum of all parts'
+          // additions, so it is acquired together with all of their results.
           P::sync_lanes();
           if (P::lane() == 0) {
             P::template add_release<Scope::device>(&rank_.memory.product0_parts_done[task.tile],

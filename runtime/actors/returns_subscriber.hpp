@@ -360,7 +360,7 @@ class ReturnsSubscriber {
       // Ready for the next call. The peer adds to it again only after rows of our next call have
       // reached it, and those are published by releases that follow this call's end.
       P::template store_relaxed<Scope::system>(credit(chunk), 0U);
-      rank_.memory.peer_records[peer_of(chunk)].results_ns = now;  // nearly the same by several
+      rank_.memory.peer_records[peer_of(chunk)].results_ns = now;  // lanes write nearly equal times
     }
     for (u32 first = 0; first < found_; first += kChunksAHandOut) {
       const u32 end = minimum(first + kChunksAHandOut, found_);

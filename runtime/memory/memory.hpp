@@ -220,7 +220,7 @@ class RankMemory {
                                // Route part, those in the blocks before
   u32* row_pair = nullptr;     // [peer][row in the order of sending]: the pair that it carries
   u32* pair_row = nullptr;     // [pair]: where its result comes back, as Layout::result counts; on
-                               // the GPU, for a pair without a row, its zero expert or kNone
+                               // the GPU, for a pair without a place, its zero expert or kNone
   u32* result_first = nullptr;  // [peer]: where the results that it computes begin, if other ranks
                                 // compute some too
   u32* token_rows = nullptr;    // [token]: rows that it has sent, where they are not top_k for all

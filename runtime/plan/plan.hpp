@@ -24,7 +24,7 @@
 
 namespace moeos {
 
-/// What tiles add up to.
+/// Totals of tiles.
 struct Extent {
   u32 tiles = 0;
   u32 rows = 0;  // padded

@@ -41,7 +41,7 @@ concept Platform = requires(const P& platform, u32* word, const u32* read_only, 
   { P::ballot(true) } -> SameAs<u32>;             // bit i: lane i's predicate
   { P::lanes_before(value) } -> SameAs<u32>;      // of a ballot: lanes before this one
   { P::count(value) } -> SameAs<u32>;             // of a ballot: lanes
-  { P::first_lane(value) } -> SameAs<u32>;        // of a ballot; 0 of none
+  { P::first_lane(value) } -> SameAs<u32>;        // of a ballot; 0 if it is empty
   { P::broadcast(value, value) } -> SameAs<u32>;  // (value, source lane)
   { P::inclusive_scan(value) } -> SameAs<u32>;
   { P::exclusive_or(value) } -> SameAs<u32>;  // of all lanes' values

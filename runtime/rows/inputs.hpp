@@ -87,7 +87,7 @@ class Inputs {
         const u32 source = P::broadcast(static_cast<u32>(segment.source), owner);
         const u32 of_source = P::broadcast(chunk + chunks - ends, owner) + nth;
         const u32* flag = complete_chunk_flags(rank, source, P::broadcast(rows, owner))(of_source);
-        if (words == 0 || number < all) {  // a lane without a word repeats the last first-round one
+        if (words == 0 || number < all) {  // lanes without a word repeat the last
           word_[i] = flag;
           wanted_[i] = seal(call.epoch);
         }

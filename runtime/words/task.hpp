@@ -50,8 +50,8 @@ struct alignas(kCacheLine) Task {
 static_assert(sizeof(Task) == 128 && alignof(Task) == 128,
               "a descriptor is one cache line, read in one load");
 
-/// Task::awaits of a tile that its processor has made of counts: every row comes by itself, and it
-/// is not known how many rows its sources send.
+/// Task::awaits of a tile that its processor has made of counts: none of its rows is left out when
+/// its chunk is sent, and it is not known how many rows its sources send.
 inline constexpr u32 kAwaitsByCounts = 2;
 
 /// The exclusive-or of all words of a descriptor, except those of segments that it does not have: a
