@@ -44,10 +44,9 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 PROGRAMS = (
     "gpu",
     "launch",
-    "bench/gpu/test_benchmark.py",
-    "bench/studies/evaluate",
-    "bench/studies/straggler",
-    "bench/twin/test_benchmark.py",
+    "bench/test_evaluate.py",
+    "bench/test_straggler.py",
+    "bench/test_twin.py",
     "host/cli/test_doctor.py",
     "host/cli/test_run.py",
     "host/cli/test_trace.py",

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`launch/bench gpu`: layers on GPUs beside stock PyTorch, and what else measures on GPUs needs."""
+"""What studies measure with on GPUs, and the guard, which compares two trees."""

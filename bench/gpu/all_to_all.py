@@ -11,7 +11,8 @@ It is what moeos is measured against, so it is written to be as fast as separate
       embedding bag, since then the host's time for a call counts;
     * rows travel between buffers that are kept from call to call;
     * with one rank nothing is exchanged, and the host waits for nothing.
-It knows tensors and a process group of torch.distributed, and nothing of how it is timed.
+On the twin it is the same layer over gloo. Here is too what both layers are given, and by how much
+their outputs may differ. Must not depend on how anything is timed.
 """
 
 from __future__ import annotations
@@ -27,20 +28,27 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+import moeos
+from moeos.config import reference
 from moeos.config.config import MoEConfig
 
 FEW_TOKENS = 512
 """Up to this many tokens nothing is compiled."""
 
-Logits = Callable[[Tensor, Tensor], Tensor]
+LARGEST_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1.2e-2, torch.float16: 3e-3}
+"""The largest difference between the two layers' results, by dtype; two of bfloat16 are each within
+8e-3 of the exact one."""
+NEAR_TIE = 4e-6
+"""Tokens whose experts are no more certain than this may be routed otherwise in fp32."""
+
 AllToAll = Callable[..., Any]
 """With the arguments of `torch.distributed.all_to_all_single`."""
 
 
 def fp32_logits(x: Tensor, gate: Tensor) -> Tensor:
     """x [S, H] · gate [E, H]ᵀ in fp32, as the layer's router has them, from 16-bit operands."""
-    if gate.dtype != x.dtype:
-        return x.float() @ gate.t()
+    if gate.dtype != x.dtype or not x.is_cuda:
+        return x.float() @ gate.float().t()
     return torch.mm(x, gate.t(), out_dtype=torch.float32)
 
 
@@ -93,7 +101,6 @@ class AllToAllLayer:
         w1: [X, 2I or I, H], this rank's experts.
         w2: [X, H, I].
         group: of the ranks; None where there is one.
-        logits: the router's product.
         all_to_all: exchanges rows, and before them their counts.
 
     Raises:
@@ -108,7 +115,6 @@ class AllToAllLayer:
         w1: Tensor,
         w2: Tensor,
         group: dist.ProcessGroup | None,
-        logits: Logits = fp32_logits,
         all_to_all: AllToAll = dist.all_to_all_single,
     ) -> None:
         if cfg.bias or cfg.capacity_factor is not None or cfg.swiglu_limit is not None:
@@ -127,8 +133,9 @@ class AllToAllLayer:
         self._w1 = w1.transpose(1, 2)
         self._w2 = w2.transpose(1, 2)
         self._group = group
-        self._logits = logits
         self._all_to_all = all_to_all
+        self.stretch: Callable[[Callable[[], Tensor]], Tensor] = lambda work: work()
+        """Computes the experts; a study may have it take longer."""
         self._ranks = 1 if group is None else dist.get_world_size(group)
         pairs = cfg.max_tokens * cfg.top_k
         local = len(w1)
@@ -151,7 +158,7 @@ class AllToAllLayer:
                 (2, self._ranks, local), dtype=torch.int64, pin_memory=gate.is_cuda
             )
         self.last: Received | None = None
-        """Of the last call."""
+        """What was computed in the last call."""
 
     # The compiler takes seconds to be imported, and few tokens do without it.
     @functools.cached_property
@@ -194,7 +201,7 @@ class AllToAllLayer:
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Experts int64 [S, k] and fp32 weights [S, k] by the gate."""
         cfg = self._cfg
-        logits = self._logits(x, self._gate)
+        logits = fp32_logits(x, self._gate)
         plain = cfg.scoring == "softmax" and self._bias is None and cfg.expert_groups == 1
         if plain and cfg.renormalize:  # the softmax over all, renormalised, is that over the k
             best, ids = logits.topk(cfg.top_k, dim=1, sorted=False)
@@ -261,6 +268,9 @@ class AllToAllLayer:
         return returned, place
 
     def _compute(self, rows: Tensor, ends: Tensor, counts: Tensor, sent: list[int]) -> Tensor:
+        return self.stretch(lambda: self._experts_of(rows, ends, counts, sent))
+
+    def _experts_of(self, rows: Tensor, ends: Tensor, counts: Tensor, sent: list[int]) -> Tensor:
         """The experts' outputs [n, H] of rows that are sorted by expert."""
         cfg = self._cfg
         if len(rows) == 0:
@@ -297,3 +307,51 @@ class AllToAllLayer:
         if last is not None and len(last.rows) > 0:
             torch._grouped_mm(last.rows, self._w1, offs=last.ends)
             torch._grouped_mm(last.inner, self._w2, offs=last.ends)
+
+
+def beside(
+    layer: moeos.MoELayer,
+    group: dist.ProcessGroup | None,
+    all_to_all: AllToAll = dist.all_to_all_single,
+) -> AllToAllLayer:
+    """The all-to-all layer with the weights of one of moeos."""
+    gate = layer.gate
+    weights = (gate.weight, gate.selection_bias, layer.w1, layer.w2)
+    return AllToAllLayer(layer.cfg, *weights, group, all_to_all)
+
+
+def tokens_of(world: moeos.World, cfg: MoEConfig, tokens: int, seed: int) -> Tensor:
+    """x [tokens, H] of this rank, where its layers compute: normal, with variance 1."""
+    generator = torch.Generator().manual_seed(seed * 4096 + world.rank)
+    x = torch.randn(tokens, cfg.hidden, generator=generator).to(cfg.dtype)
+    return x.cuda() if world.backend == "cuda" else x
+
+
+def compare(
+    layer: moeos.MoELayer, x: Tensor, ids: Tensor | None, y: Tensor, expected: Tensor
+) -> tuple[float, int]:
+    """The relative error of this rank's output, and how many tokens are too near a tie for it."""
+    if ids is None and len(x) > 0:
+        gate = layer.gate
+        margin = reference.route(x, gate.weight, layer.cfg, **gate.rules()).margin
+        certain = margin > NEAR_TIE
+        y, expected = y[certain], expected[certain]
+    return reference.relative_error(y, expected), len(x) - len(y)
+
+
+def require_alike(
+    world: moeos.World, layer: moeos.MoELayer, baseline: AllToAllLayer, x: Tensor
+) -> float:
+    """The relative difference of the two layers' results for x, of the worst rank. Collective.
+
+    Raises `RuntimeError` if it is too large, and what a call of moeos raises.
+    """
+    y = layer(x)
+    layer.check()
+    error, _ = compare(layer, x, None, y, baseline(x))
+    worst: float = max(world.control.allgather(error, "the layers' difference"))
+    if not worst <= LARGEST_ERROR[layer.cfg.dtype]:
+        raise RuntimeError(
+            f"moeos and the layer that it is compared with differ: relative error {worst:.1e}"
+        )
+    return worst

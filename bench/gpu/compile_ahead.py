@@ -1,86 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the kernels of many layers side by side, so that no rank waits for them one by one.
+"""Compiles many kernels side by side, so that no rank waits for them one by one.
 
-It puts them where `moeos.compile.jit` looks for them, and knows nothing of what runs them.
+It puts them where `moeos.compile.jit` looks for them. Must not depend on what runs them.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import multiprocessing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import moeos
 from moeos.cli.shared import machine
 from moeos.compile.jit import compile_kernel, include_root, sources_in
 from moeos.compile.kernel_shape import KernelShape
-from moeos.config.config import MoEConfig
 
 PATIENCE = 480.0
 """Seconds that all kernels together may take."""
 
 
-class Compilation:
-    """Kernels that are being compiled; made by `started`."""
+def together(
+    world: moeos.World, kernels: Sequence[tuple[str, Mapping[str, Any]]]
+) -> dict[str, str]:
+    """What the compiler said of the kernels that it refused, by name. Collective.
 
-    def __init__(self, pending: Mapping[concurrent.futures.Future[None], str]) -> None:
-        self._pending = pending
-
-    def wait(self, moved: Callable[[], None]) -> dict[str, str]:
-        """What the compiler said of the layers whose kernel it refused, by name.
-
-        Calls `moved` when a kernel is done. Raises `TimeoutError` after `PATIENCE` seconds.
-        """
-        refused = {}
-        for done in concurrent.futures.as_completed(self._pending, PATIENCE):
-            moved()
-            error = done.exception()
-            if error is not None:
-                refused[self._pending[done]] = f"{type(error).__name__}: {error}"
-        return refused
-
-
-@contextlib.contextmanager
-def started(
-    layers: Sequence[tuple[str, MoEConfig]],
-    ranks: int,
-    multiprocessors: int,
-    roots: Sequence[Path] = (),
-    kinds: Sequence[Mapping[str, Any]] = ({},),
-) -> Iterator[Compilation]:
-    """Begins to compile, for GPUs of so many multiprocessors; for the length of a with block.
-
-    Args:
-        layers: with their names, of which several may have the same.
-        ranks: of the world that runs them, a GPU each.
-        roots: source trees, each of which has every layer's kernel compiled; without any, the
-            installed one alone.
-        kinds: of the kernels that each layer has: what else `KernelShape` is given.
+    Each rank compiles its share. A kernel is a name, which several may have, and fields of
+    `KernelShape`; the processors are this GPU's, the world's size is 1 unless it is there, and
+    `root` is a source tree other than the installed one. Raises `TimeoutError` after `PATIENCE`
+    seconds.
     """
-    if not layers:
-        yield Compilation({})
-        return
-    roots = roots or (include_root(),)
-    workers = min(len(layers) * len(roots) * len(kinds), machine.cores())
+    mine = kernels[world.rank :: world.size]
+    processors = torch.cuda.get_device_properties().multi_processor_count - 1
+    refused = {}
+    workers = max(1, min(len(mine), machine.cores() // world.size))
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=spawn) as pool:
+        pending = {
+            pool.submit(_compile, {"world_size": 1, "processors": processors, **fields}): name
+            for name, fields in mine
+        }
         try:
-            yield Compilation(
-                {
-                    pool.submit(_compile, root, cfg, ranks, multiprocessors - 1, kind): name
-                    for root in roots
-                    for name, cfg in layers
-                    for kind in kinds
-                }
-            )
+            for done in concurrent.futures.as_completed(pending, PATIENCE):
+                error = done.exception()
+                if error is not None:
+                    refused[pending[done]] = f"{type(error).__name__}: {error}"
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+    told = world.control.allgather(refused, "the ranks' kernels")
+    return {name: what for of_rank in told for name, what in of_rank.items()}
 
 
-def _compile(
-    root: Path, cfg: MoEConfig, ranks: int, processors: int, kind: Mapping[str, Any]
-) -> None:
+def _compile(fields: dict[str, Any]) -> None:
+    root: Path = fields.pop("root", None) or include_root()
     with sources_in(root):
-        compile_kernel(KernelShape(cfg=cfg, world_size=ranks, processors=processors, **kind))
+        compile_kernel(KernelShape(**fields))

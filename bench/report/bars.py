@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from bench.gpu.suite import GATE
+from bench.suites import GATE
 
 FEW_TOKENS = 128
 """Up to here reading the weights decides."""

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 import moeos
-from bench.report import evaluation_plots, thesis
-from moeos.cli.shared import output, provenance
+from bench.report import plots, run, thesis
+from moeos.cli.shared import output
 from moeos.cli.shared.section import Section
 from moeos.engines.twin.engine import sizes_of
 
@@ -19,7 +19,9 @@ PREFIX = "evaluation-"
 """What the name of an evaluation's results begins with."""
 
 SCALING = "evaluation-scaling"
-"""The name between whose markers the comparison of numbers of ranks goes."""
+"""The name between whose markers the comparison of numbers of ranks goes,"""
+MEMORY = "evaluation-memory"
+"""and that of the memory of a rank, which is computed."""
 
 NOT_MEASURED = "not measured"
 
@@ -28,7 +30,7 @@ _MIB = 1 << 20
 
 def conditions(results: Mapping[str, Any]) -> str:
     """What was measured, on what and when, in one paragraph."""
-    first = results["runs"][0]
+    first = run.first_run(results)
     starts = len(results["runs"])
     again = f", in {starts} starts of the ranks" if starts > 1 else ""
     return (
@@ -37,9 +39,8 @@ def conditions(results: Mapping[str, Any]) -> str:
         f"cores; hidden {results['hidden']}, intermediate {results['intermediate']}, "
         f"top-{results['top_k']}, {results['activation']}, no gate, dropless, without biases, "
         f"{results['dtype']}; PyTorch {first['versions']['torch']}, "
-        f"{provenance.source(results['commit'])}{again}. Times are of the slowest rank, medians of "
-        f"{results['rounds']} rounds after {results['warm_up_rounds']} to warm up, in which moeos "
-        "and the all-to-all alternate."
+        f"{run.source(results)}{again}. Times are of the slowest rank, medians of "
+        f"{run.rounds(results)}, in which moeos and the all-to-all alternate."
     )
 
 
@@ -90,7 +91,7 @@ def scaling(every: Iterable[Mapping[str, Any]], like: Mapping[str, Any]) -> Sect
         results = by_ranks.get(ranks)
         case = None if results is None else case_of(results, tokens, experts)
         where = "" if results is None else results["device"]
-        commit = "" if results is None else provenance.source(results["commit"])
+        commit = "" if results is None else run.source(results)
         rows.append([str(ranks), *_times(case), where, commit, *_latencies(theirs, ranks, same)])
     return Section(
         "ranks",
@@ -139,8 +140,8 @@ def formula_bytes(tokens: int, experts: int) -> int:
 
 
 def own_bytes(tokens: int, experts: int, capacity_factor: float) -> dict[str, int]:
-    """Of a layer of ours with the thesis' sizes: "capacity" in rows, and in bytes "heap", "memory"
-    (queues, counters and maps) and "intermediate" (between the GEMMs).
+    """What a layer of ours with the thesis' sizes has: "capacity" in rows, and in bytes "heap",
+    "memory" (queues, counters and maps) and "intermediate" (between the GEMMs).
     """
     cfg = moeos.MoEConfig(
         hidden=thesis.HIDDEN,
@@ -197,7 +198,7 @@ def _tokens(results: Mapping[str, Any]) -> Section:
     shown = {*results["tokens"], *(theirs or {})}
     cases = {tokens: case_of(results, tokens, experts) for tokens in shown}
     heading = (
-        f"![time against tokens and against experts]({evaluation_plots.file_name(results)})\n\n"
+        f"![time against tokens and against experts]({plots.evaluation_file(results)})\n\n"
         f"**Scaling over tokens**, {experts} experts in all."
     )
     return _scaling_over("tokens a rank", cases, theirs, heading, "6.3")
@@ -303,11 +304,10 @@ def _label(case: Mapping[str, Any]) -> str:
 def _times(case: Mapping[str, Any] | None) -> list[str]:
     if case is None:
         return [NOT_MEASURED, "", NOT_MEASURED, ""]
-    low, high = case["times"]["moeos"]["quartiles"]
     mine, theirs = median(case, "moeos"), median(case, "baseline")
     return [
         output.duration(mine),
-        f"{output.duration(low)} to {output.duration(high)}",
+        run.quartiles(case["times"]["moeos"]),
         output.duration(theirs),
         f"{theirs / mine:.2f}",
     ]

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the report says of bench.gpu's results: where they come from, and their tables."""
+"""What the report says of a suite of shapes (bench.studies.gpu): its tables, what compares numbers
+of GPUs, and what they have reached of the bars. What a bar is, bench.report.bars knows.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.report import bars, gpu_plots
-from moeos.cli.shared import output, provenance
+from bench.report import bars, plots, run
+from moeos.cli.shared import output
 from moeos.cli.shared.section import Section
 
 _COLUMNS = (
@@ -33,7 +35,7 @@ def conditions(results: Mapping[str, Any]) -> str:
     return (
         f"{ranks} × {first['gpu']['name']} of one host{smaller}; bfloat16{formats}; driver "
         f"{first['driver']}, CUDA {versions['cuda']}, NCCL {versions['nccl']}, PyTorch "
-        f"{versions['torch']}, moeos {versions['moeos']}, {provenance.source(results['commit'])}"
+        f"{versions['torch']}, moeos {versions['moeos']}, {run.source(results)}"
         f"{starts}. Times are of the slowest rank, medians of {results['rounds']} interleaved "
         f"rounds after {results['warm_up_rounds']} to warm up; T is moeos's. "
         f"Measured in the same run: {_rates(runs)}."
@@ -83,8 +85,63 @@ def scaling(every: Sequence[Mapping[str, Any]]) -> Section | None:
     return Section("shape", [*columns, f"T({counts[-1]}) / T({counts[0]})"], rows)
 
 
+def bars_reached(every: Sequence[Mapping[str, Any]]) -> Section | None:
+    """The table of all bars, met or missed, None of no results."""
+    by_ranks = {results["ranks"]: results for results in every}
+    if not by_ranks:
+        return None
+    counts = sorted(by_ranks)
+    ratios = {count: _ratios(by_ranks[count], by_ranks.get(1)) for count in counts}
+    # By bars, and within one of them in the order of the results.
+    rows = dict.fromkeys(row for count in counts for row in ratios[count])
+    words = list(dict.fromkeys(bar for bar, _, _ in rows))
+    return Section(
+        "T at most",
+        ["layer", "tokens", *(output.plural(count, "GPU") for count in counts)],
+        [
+            [*row, *(_share_of_bar(ratios[count].get(row)) for count in counts)]
+            for row in sorted(rows, key=lambda row: words.index(row[0]))
+        ],
+        _bars_heading(by_ranks, ratios),
+    )
+
+
+_BarRow = tuple[str, str, str]  # a bar, a layer and its tokens
+
+
+def _ratios(results: Mapping[str, Any], of_one: Mapping[str, Any] | None) -> dict[_BarRow, float]:
+    """T / bar of all bars for one number of GPUs. `of_one`: what one GPU took, if that is known."""
+    full = results["ranks"] >= results["full_ranks"]
+    one = of_one if results["ranks"] > 1 else None
+    found = {}
+    for shape in results["shapes"]:
+        for case in cases_of(results, shape):
+            alone = None if one is None else same_case(one, case)
+            for bar in bars.bars_of(case, alone, full):
+                row = (bar.words, shape, label(case))
+                found[row] = bars.time_of(case) / bar.seconds
+    return found
+
+
+def _bars_heading(
+    by_ranks: Mapping[int, Mapping[str, Any]], ratios: Mapping[int, Mapping[_BarRow, float]]
+) -> str:
+    met = [
+        f"{sum(ratio <= 1 for ratio in found.values())} of {len(found)} on "
+        f"{output.plural(count, 'GPU')} ({run.source(by_ranks[count])})"
+        for count, found in ratios.items()
+    ]
+    return f"T / bar; **bold** where the bar is missed. Met: {', '.join(met)}."
+
+
+def _share_of_bar(ratio: float | None) -> str:
+    if ratio is None:
+        return ""
+    return f"{ratio:.2f}" if ratio <= 1 else f"**{ratio:.2f}**"
+
+
 def same_case(results: Mapping[str, Any], like: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The same case with another number of GPUs; None where it has not been measured."""
+    """The case with another number of GPUs; None where it has not been measured."""
     keys = ("shape", "tokens", "lone", "routing")
     for found in results["results"]:
         if all(found[key] == like[key] for key in keys):
@@ -101,16 +158,15 @@ def _heading(results: Mapping[str, Any], name: str, layer: Mapping[str, Any]) ->
     if layer.get("weight_format") is not None:
         tokens = layer["activation_format"] or layer["dtype"]
         about += f"; weights in {layer['weight_format']}, tokens in {tokens}"
-    if not gpu_plots.is_drawn(results, name):
+    if not plots.is_drawn(results, name):
         return about
-    picture = f"{gpu_plots.FOLDER}/{gpu_plots.file_name(results, name)}"
+    picture = f"{plots.FOLDER}/{plots.shape_file(results, name)}"
     return f"{about}\n\n![{name}: time against tokens, and share of the floor]({picture})"
 
 
 def _row(found: Mapping[str, Any], full: bool) -> list[str]:
     times, limits = found["times"], bars.limits_of(found)
     time, grouped = bars.time_of(found), limits["G"]
-    low, high = times["moeos"]["quartiles"]
     speed = f"{times['baseline']['median'] / time:.2f}"
     wanted = bars.speed_bar(found) if full else None
     bar = bars.time_bar(found)
@@ -118,8 +174,8 @@ def _row(found: Mapping[str, Any], full: bool) -> list[str]:
     return [
         label(found),
         output.duration(time),
-        f"{output.duration(low)} to {output.duration(high)}",
-        output.duration(times["baseline"]["median"]),
+        run.quartiles(times["moeos"]),
+        run.median(found, "baseline"),
         speed if wanted is None else f"{speed} (at least {wanted:g})",
         *(_limit(limits[name], some) for name in ("G", "F", "W", "N")),
         f"{time / grouped:.2f}" if some and grouped else "",

@@ -1,31 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the report says of the studies of a layer's options (bench.studies.options)."""
+"""What the report says of the studies of a layer's options (bench.studies.options), of moeos beside
+a peer's kernel (bench.studies.peer), and of what deadlines and a trace cost (tests/gpu/costs.py).
+
+The peer's results have a row for each call: `who`, `shape`, `tokens`, `zipf` (0: uniform routing),
+`us` and `err`, the relative error against float32 arithmetic on unquantised weights.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from moeos.cli.shared import output, provenance
+from bench.report import run
+from moeos.cli.shared import output
 from moeos.cli.shared.section import Section
 
-STUDIES = ("gradients", "shared-experts", "topk", "weight-formats")
-"""The names of their documents begin with one."""
+STUDIES = ("gradients", "shared-experts", "topk", "weight-formats", "weight-layouts")
+"""The names of their results begin with one."""
 BY_FP8 = " by FP8"
 """So end the names of contestants whose tokens are in FP8, too."""
+PEER_PREFIX = "fp8-peer-"
+PEER, OURS = "deepgemm-fp8", "moeos fp8fp8"
+PEER_NAMES = {
+    PEER: "DeepGEMM, FP8",
+    "moeos bf16": "moeos, BF16",
+    "moeos fp8": "FP8 weights",
+    OURS: "FP8 by FP8",
+}
+"""Contestants, by what a table calls them."""
+COSTS = "costs-1"
+"""What `python -m tests.gpu.costs` calls its results."""
 
 
-def is_one(name: str) -> bool:
-    """Whether a benchmark of this name is one of them."""
-    return name.startswith(STUDIES)
+def _gpus(results: Mapping[str, Any]) -> str:
+    device = results["device"] if "device" in results else results["gpus"][0]
+    return f"{results['ranks']} x {device}"
 
 
 def conditions(results: Mapping[str, Any]) -> str:
-    """What was measured, on what and when, in one paragraph."""
-    gpus = results["gpus"]
+    """What was measured of options, on what and when, in one paragraph."""
     return (
-        f"{results['ranks']} x {gpus[0]}; {provenance.source(results['commit'])}. Medians of the "
-        "slowest rank, contestants in turn; up to 512 tokens the L2 cache is flushed before a call."
+        f"{_gpus(results)}; {run.source(results)}. Medians of the slowest rank, contestants in "
+        "turn; up to 512 tokens the L2 cache is flushed before a call."
     )
 
 
@@ -39,12 +55,64 @@ def sections(results: Mapping[str, Any]) -> list[Section]:
         others = [name for name in every if name not in coded]
         for names in (others, [every[0], *coded] if coded else []):
             rows = [
-                [
-                    str(case["tokens"]),
-                    *(output.duration(case["seconds"][name]["median"]) for name in names),
-                ]
+                [str(case["tokens"]), *(run.median(case, name, "seconds") for name in names)]
                 for case in of_layer["results"]
             ]
             if names:
                 found.append(Section(f"{layer}, tokens", names, rows))
     return found
+
+
+def peer_conditions(results: Mapping[str, Any]) -> str:
+    """What was measured beside a peer, on what and when, in one paragraph."""
+    return (
+        f"{_gpus(results)}; {run.source(results)}. Medians of the slowest rank. Routing is given; "
+        "x is quantised inside moeos' time alone."
+    )
+
+
+def peer_sections(results: Mapping[str, Any]) -> list[Section]:
+    """One table for each shape: calls by contestants, and ours against the peer's."""
+    calls: dict[str, dict[tuple[int, float], dict[str, Any]]] = {}
+    for row in results["rows"]:
+        of_shape = calls.setdefault(row["shape"], {})
+        of_shape.setdefault((row["tokens"], row["zipf"]), {})[row["who"]] = row
+    columns = [*PEER_NAMES.values(), "FP8 by FP8 / DeepGEMM", "its error", "DeepGEMM's"]
+    return [
+        Section(
+            f"{shape}, tokens",
+            columns,
+            [
+                [
+                    str(tokens) + (f", Zipf {zipf}" if zipf else ""),
+                    *(output.duration(of_call[who]["us"] * 1e-6) for who in PEER_NAMES),
+                    f"{of_call[OURS]['us'] / of_call[PEER]['us']:.2f}",
+                    *(f"{of_call[who]['err']:.3f}" for who in (OURS, PEER)),
+                ]
+                for (tokens, zipf), of_call in of_shape.items()
+            ],
+        )
+        for shape, of_shape in calls.items()
+    ]
+
+
+def cost_conditions(results: Mapping[str, Any]) -> str:
+    """What deadlines and a trace were measured on and when, in one paragraph."""
+    return (
+        f"{results['device']}; {run.source(results)}. Medians of {results['rounds']} interleaved "
+        f"rounds after {results['warm_up_rounds']} to warm up; in brackets the quartiles."
+    )
+
+
+def cost_sections(results: Mapping[str, Any]) -> list[Section]:
+    """The one table of costs."""
+    columns = ["no deadlines", "as it is", "with a trace", "deadlines add", "a trace adds"]
+    rows = []
+    for case in results["results"]:
+        times = [
+            f"{output.duration(case[each]['median'])} ({run.quartiles(case[each])})"
+            for each in ("unwatched", "plain", "traced")
+        ]
+        added = [f"{100 * case[each]:+.1f} %" for each in ("watch", "trace")]
+        rows.append([f"{case['layer']}, {case['tokens']}", *times, *added])
+    return [Section("layer, tokens", columns, rows)]

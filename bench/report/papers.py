@@ -54,7 +54,7 @@ SCALING: Mapping[tuple[str, int], Scaling] = {
 """MoEBlaze's Table 2, by activation and tokens."""
 
 DISPATCH_TOKENS = 1_000_000
-"""Of Table 3: "1M", which may as well be 2^20."""
+"""Tokens of Table 3: "1M", which may as well be 2^20."""
 
 DISPATCH_MS: Mapping[str, tuple[float, float]] = {
     "Qwen3": (5.1, 2.1),

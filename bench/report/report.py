@@ -3,12 +3,12 @@
 
 `python -m bench.report results/twin.json` writes the tables into docs/performance.md, or into
 the one page of docs/performance/ where lines with the markers `<!-- benchmark twin -->` and
-`<!-- end of benchmark twin -->` stand. So no number there is typed by hand. It draws the plots of a
-GPU benchmark into plots/ beside the file, and those of an evaluation or a straggler study beside
-the file. It compares the results of the suite gpu.toml on all numbers of GPUs that lie beside the
-file, with each other and with what they have to reach. It measures nothing; what a kind of results
-looks like, the files *tables.py know. `--document` names another page, such as
-docs/reliability.md.
+`<!-- end of benchmark twin -->` stand. So no number there is typed by hand. `--document` names
+another page, such as docs/reliability.md. It draws the plots of a suite of shapes into plots/
+beside the file, and that of an evaluation, or of a straggler study whose page shows it, beside the
+file. Results of the suite gpu.toml it compares with those on other numbers of GPUs that lie beside
+the file, and with what they have to reach. It measures nothing; what a kind of results looks like,
+the files *tables.py know.
 """
 
 from __future__ import annotations
@@ -16,22 +16,17 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import typer
 
 from bench.report import (
-    bar_tables,
-    cost_tables,
-    evaluation_plots,
     evaluation_tables,
-    gpu_plots,
     gpu_tables,
     option_tables,
-    peer_tables,
-    straggler_plots,
+    plots,
     straggler_tables,
     tensor_tables,
     training_tables,
@@ -76,13 +71,16 @@ def execute(json_file: Path, document: Path) -> int:
         written = put(written, SCALING, scaling(folder), folder)
         written = put(written, BARS, bars(folder), folder)
     if of_gpus(results):
-        gpu_plots.draw(results, folder / gpu_plots.FOLDER)
-    if results["benchmark"].startswith(straggler_tables.PREFIX):
-        straggler_plots.draw(results, folder)
+        plots.draw_shapes(results, folder / plots.FOLDER)
+    picture = plots.straggler_file(results)
+    if name.startswith(straggler_tables.PREFIX) and picture in "".join(written.values()):
+        plots.draw_stragglers(results, folder)
     if of_evaluation(results):
         compared = table(evaluation_scaling(results, folder))
         written = put(written, evaluation_tables.SCALING, compared, folder)
-        evaluation_plots.draw(results, folder)
+        memory = table(evaluation_tables.memory())
+        written = put(written, evaluation_tables.MEMORY, memory, folder)
+        plots.draw_evaluation(results, folder)
     for page, text in written.items():
         page.write_text(text, encoding="utf-8")
     return failures.DONE
@@ -130,7 +128,7 @@ def scaling(folder: Path) -> str:
 
 def bars(folder: Path) -> str:
     """What they have reached of the bars, as Markdown; "" of none."""
-    section = bar_tables.section(_compared_in(folder))
+    section = gpu_tables.bars_reached(_compared_in(folder))
     return "" if section is None else table(section)
 
 
@@ -188,44 +186,53 @@ def markdown(results: Mapping[str, Any]) -> str:
 
 
 def print_tables(results: Mapping[str, Any]) -> None:
-    """The same on stdout."""
+    """The tables and where they come from, on stdout."""
     section.print_tables(conditions(results), sections(results))
 
 
 def conditions(results: Mapping[str, Any]) -> str:
     """What was measured, on what and when, in one paragraph."""
-    return _tables_of(results).conditions(results)
+    return _tables_of(results)[0](results)
 
 
 def sections(results: Mapping[str, Any]) -> Sequence[Section]:
     """All tables of a benchmark."""
-    return _tables_of(results).sections(results)
+    return _tables_of(results)[1](results)
 
 
-class _Tables(Protocol):
-    def conditions(self, results: Mapping[str, Any]) -> str: ...
+_Results = Mapping[str, Any]
+_Tables = tuple[Callable[[_Results], str], Callable[[_Results], Sequence[Section]]]
+_TABLES: Mapping[str, _Tables] = {
+    **{
+        prefix: (tables.conditions, tables.sections)
+        for prefix, tables in (
+            (straggler_tables.PREFIX, straggler_tables),
+            (evaluation_tables.PREFIX, evaluation_tables),
+            (training_tables.PREFIX, training_tables),
+            (tensor_tables.PREFIX, tensor_tables),
+            ("twin", twin_tables),
+            *((name, option_tables) for name in option_tables.STUDIES),
+            *((name, reliability_tables) for name in reliability_tables.NAMES),
+        )
+    },
+    option_tables.PEER_PREFIX: (option_tables.peer_conditions, option_tables.peer_sections),
+    option_tables.COSTS: (option_tables.cost_conditions, option_tables.cost_sections),
+}
+"""The conditions and sections of results, by what their names begin with."""
 
-    def sections(self, results: Mapping[str, Any]) -> Sequence[Section]: ...
+
+def is_known(results: _Results) -> bool:
+    """Whether there are tables of such results."""
+    return of_gpus(results) or results["benchmark"].startswith(tuple(_TABLES))
 
 
-def _tables_of(results: Mapping[str, Any]) -> _Tables:
+def _tables_of(results: _Results) -> _Tables:
     if of_gpus(results):
-        return gpu_tables
-    if results["benchmark"].startswith(straggler_tables.PREFIX):
-        return straggler_tables
-    if of_evaluation(results):
-        return evaluation_tables
-    if results["benchmark"].startswith(training_tables.PREFIX):
-        return training_tables
-    if results["benchmark"].startswith(tensor_tables.PREFIX):
-        return tensor_tables
-    if results["benchmark"] == cost_tables.NAME:
-        return cost_tables
-    if option_tables.is_one(results["benchmark"]):
-        return option_tables
-    if results["benchmark"].startswith(peer_tables.PREFIX):
-        return peer_tables
-    return reliability_tables if results["benchmark"] in reliability_tables.NAMES else twin_tables
+        return gpu_tables.conditions, gpu_tables.sections
+    for prefix, tables in _TABLES.items():
+        if results["benchmark"].startswith(prefix):
+            return tables
+    raise KeyError(f"no tables of {results['benchmark']}")
 
 
 def table(section: Section) -> str:

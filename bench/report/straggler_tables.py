@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moeos.cli.shared import output, provenance
+from bench.report import run
+from moeos.cli.shared import output
 from moeos.cli.shared.section import Section
 
 PREFIX = "straggler-"
@@ -29,12 +30,12 @@ def conditions(results: Mapping[str, Any]) -> str:
         links += [output.duration(nodes["latency"])] if nodes["latency"] else []
         limits = f" with links of {' and '.join(links)} between them" if links else ""
         where = f" of {nodes['nodes']} nodes{limits}"
-    undelayed = results["undelayed_seconds"]
+    undelayed, first = results["undelayed_seconds"], run.first_run(results)
     return (
         f"{results['config_name']}, {output.plural(results['ranks'], 'rank')}{where}, "
-        f"{output.plural(results['processors'], 'processor')} each, {results['tokens']} tokens a "
+        f"{output.plural(first['processors'], 'processor')} each, {results['tokens']} tokens a "
         f"rank, {results['steps']} steps of each scenario; {results['device']}, "
-        f"{results['machine']['cores']} cores; {provenance.source(results['commit'])}. "
+        f"{first['machine']['cores']} cores; {run.source(results)}. "
         f"Undelayed, a step takes moeos {output.duration(undelayed['moeos'])} and the "
         f"all-to-all {output.duration(undelayed['baseline'])} (medians)."
     )
@@ -51,7 +52,7 @@ def sections(results: Mapping[str, Any]) -> list[Section]:
 
 
 def step_seconds(scenario: Mapping[str, Any], contestant: str) -> list[float]:
-    """Of each step, the time of the rank that ends last."""
+    """The time of the rank that ends last, of each step."""
     return [max(step) for step in scenario[contestant]["seconds"]]
 
 
@@ -61,7 +62,7 @@ def percentile(values: Sequence[float], percent: int) -> float:
 
 
 def idle_shares(results: Mapping[str, Any], contestant: str, scenario: int) -> list[float]:
-    """Of each rank, the mean share of a step in which it does nothing.
+    """The mean share of a step in which a rank does nothing, of each rank.
 
     A step is as long as its slowest rank takes. moeos's processors are busy inside tasks; the
     baseline counts as busy for as long as its undelayed step takes, its waits there included.

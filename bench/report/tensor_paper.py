@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 TOKENS = (8, 128, 4096, 16384)
-"""Of its tables."""
+"""The columns of its tables."""
 
 STAGES: Mapping[int, Mapping[str, tuple[float, ...]]] = {
     8: {

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from bench.report import tensor_paper
-from moeos.cli.shared import output, provenance
+from bench.report import run, tensor_paper
+from moeos.cli.shared import output
 from moeos.cli.shared.section import Section
 
 PREFIX = "tensor-"
@@ -30,11 +30,12 @@ _OTHERS = "Rows of the paper are of eight H200 and Triton: other machines and ke
 
 def conditions(results: Mapping[str, Any]) -> str:
     """What was measured, on what and when, in one paragraph."""
+    first = run.first_run(results)
     return (
-        f"{results['ranks']} x {results['device']}, {results['processors']} processors each, "
-        f"{results['machine']['cores']} cores; hidden {results['hidden']}, {results['experts']} "
-        f"experts, top-{results['top_k']}; PyTorch {results['versions']['torch']}, "
-        f"{provenance.source(results['commit'])}. Times are of the slowest rank, medians of "
+        f"{results['ranks']} x {results['device']}, {first['processors']} processors each, "
+        f"{first['machine']['cores']} cores; hidden {results['hidden']}, {results['experts']} "
+        f"experts, top-{results['top_k']}; PyTorch {first['versions']['torch']}, "
+        f"{run.source(results)}. Times are of the slowest rank, medians of "
         f"{results['rounds']} rounds after {results['warm_up_rounds']} to warm up, in which all "
         "contestants take turns. EE is stock PyTorch; on GPUs all are CUDA graphs."
     )
@@ -75,7 +76,7 @@ def _totals(results: Mapping[str, Any]) -> Section:
         its = {c["tokens"]: c for c in results["alone"] if c["intermediate"] == intermediate}
         for name in dict.fromkeys(name for case in its.values() for name in case["times"]):
             rows.append(
-                [f"{intermediate}, {_shown(name)}", *(_time(its.get(n), name) for n in counts)]
+                [f"{intermediate}, {_shown(name)}", *(run.median(its.get(n), name) for n in counts)]
             )
         for (of_rank, name), times in tensor_paper.TOTALS.items():
             if of_rank == intermediate:
@@ -91,7 +92,7 @@ def _reductions(results: Mapping[str, Any]) -> Section:
         for case in results["alone"]
         if case["intermediate"] == results["reduced"]
     }
-    rows = [["EE: combine, all-reduce", *(_time(case, "chain") for case in cases.values())]]
+    rows = [["EE: combine, all-reduce", *(run.median(case, "chain") for case in cases.values())]]
     for name in ("fused", "after"):
         beyond = [
             output.duration(max(0.0, case["times"][name]["median"] - alone[tokens]))
@@ -102,10 +103,12 @@ def _reductions(results: Mapping[str, Any]) -> Section:
         rows.append([f"moeos, {name}: beyond a slice alone", *beyond])
     measured = {name for case in cases.values() for name in case["times"]}
     for name in (it for it in (_EE, "auto", *_FORCED) if it in measured):
-        rows.append([f"{_shown(name)}: whole", *(_time(case, name) for case in cases.values())])
-    for (ranks, method), times in tensor_paper.CHAINS.items():
+        rows.append(
+            [f"{_shown(name)}: whole", *(run.median(case, name) for case in cases.values())]
+        )
+    for (ranks, method), theirs in tensor_paper.CHAINS.items():
         name = f"the paper's {method}, {ranks} ranks: combine, all-reduce"
-        rows.append([name, *_theirs(times, cases)])
+        rows.append([name, *_theirs(theirs, cases)])
     heading = (
         f"**The reduction**, I {results['reduced']} a rank, {results['ranks']} ranks, by tokens "
         "(its Table 2b). moeos combines within its call, so a slice alone has combined, too. "
@@ -157,19 +160,13 @@ def _floor(results: Mapping[str, Any], case: Mapping[str, Any]) -> float | None:
 
 
 def _theirs(times: Iterable[float], counts: Iterable[int]) -> list[str]:
-    """Of these token counts what the paper has; `times`: of those of its own."""
+    """What the paper has of these token counts; `times`: of those of its own."""
     by_count = dict(zip(tensor_paper.TOKENS, times, strict=True))
     return [_ms(by_count[count]) if count in by_count else "" for count in counts]
 
 
 def _shown(name: str) -> str:
     return name if name == _EE else f"moeos, {name}"
-
-
-def _time(case: Mapping[str, Any] | None, name: str) -> str:
-    if case is None or name not in case["times"]:
-        return ""
-    return output.duration(case["times"][name]["median"])
 
 
 def _ms(value: float) -> str:

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 
 HIDDEN, INTERMEDIATE, TOP_K, CAPACITY_FACTOR = 1024, 4096, 2, 1.0
-"""Of all layers, section 6.1."""
+"""Sizes of all layers, section 6.1."""
 
 GPUS = 8
 """H100 80G, in all but Table 6.5 and Figure 6.3; section 6.1."""
@@ -20,7 +20,7 @@ SYSTEMS = ("FlashDMoE", "Comet", "FasterMoE", "Megatron", "DeepEP")
 6.1."""
 
 TOKENS = (1024, 2048, 4096, 8192)
-"""Of a GPU, in Table 6.3."""
+"""Tokens of a GPU, in Table 6.3."""
 
 TOKEN_SCALING_EXPERTS = 32
 """In Table 6.3 and Table 6.5."""
@@ -29,7 +29,7 @@ EXPERTS = (16, 32, 64, 128)
 """In Table 6.4."""
 
 EXPERT_SCALING_TOKENS = 8192
-"""Of a GPU, in Table 6.4 and Table 6.5."""
+"""Tokens of a GPU, in Table 6.4 and Table 6.5."""
 
 MILLISECONDS_BY_TOKENS: Mapping[int, tuple[float, ...]] = {
     1024: (2.07, 2.87, 3.85, 2.59, 3.80),

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from bench.report import papers
-from moeos.cli.shared import output, provenance
+from bench.report import papers, run
+from moeos.cli.shared import output
 from moeos.cli.shared.section import Section
 
 PREFIX = "training-"
@@ -18,14 +19,22 @@ LEFT_OUT = "left out"
 _GROUPED = "grouped_mm"
 _MOEOS = ("nothing", "preactivation")
 _SHOWN = {"nothing": "moeos, saves nothing", "preactivation": "moeos, saves h", _GROUPED: _GROUPED}
+_LISTS = {
+    "map": "moeos: routing map",
+    "rows": "moeos: first rows to load",
+    "steps": "three steps",
+    "sorted_lists": "lists by a sort",
+    "sort": "torch.sort alone",
+}
 _OTHERS = "The papers' columns are of one H100: other machines than ours."
 
 
 def conditions(results: Mapping[str, Any]) -> str:
     """What was measured, on what and when, in one paragraph."""
+    first = run.first_run(results)
     return (
-        f"{results['device']}, {results['processors']} processors, {results['machine']['cores']} "
-        f"cores; PyTorch {results['versions']['torch']}, {provenance.source(results['commit'])}. "
+        f"{results['device']}, {first['processors']} processors, {first['machine']['cores']} "
+        f"cores; PyTorch {first['versions']['torch']}, {run.source(results)}. "
         f"Medians of {results['rounds']} rounds after {results['warm_up_rounds']} to warm up, in "
         "which all contestants take turns. grouped_mm is autograd of torch._grouped_mm. Routing is "
         "given to all. Rates count 2 FLOPs for each multiplication of the experts' products, and "
@@ -46,90 +55,61 @@ def sections(results: Mapping[str, Any]) -> list[Section]:
     return [*found, reasons] if reasons.rows else found
 
 
+Columns = dict[str, Callable[[run.Case], str]]
+
+
 def _rates(results: Mapping[str, Any], paper: str) -> Section:
-    columns = [f"{_SHOWN[who]}: {step}" for who in _SHOWN for step in ("forward", "backward")]
-    sonic = paper == papers.SONICMOE
-    if sonic:
-        columns += [f"SonicMoE, one H100: {step}" for step in ("forward", "backward")]
-    rows = []
-    for case in results["layers"]:
-        row = [_label(case)]
-        for who in _SHOWN:
-            for step, share in (("forward", 1), ("backward", 2)):
-                row.append(_rate(case, who, step, share))
-        if sonic:
-            row += papers.SONICMOE_TFLOPS.get(case["layer"], ("", ""))
-        rows.append(row)
-    whose = (
-        f"{_OTHERS} They are what the text of SonicMoE's section 6.2 says; the rest is in plots."
-        if sonic
-        else "MoEBlaze's paper has no rates."
-    )
-    return Section(_TITLE, columns, rows, f"**Rates**, TFLOP/s. {whose}")
+    columns: Columns = {
+        f"{_SHOWN[who]}: {step}": partial(_rate, who=who, step=step, share=share)
+        for who in _SHOWN
+        for step, share in (("forward", 1), ("backward", 2))
+    }
+    whose = "MoEBlaze's paper has no rates."
+    if paper == papers.SONICMOE:
+        for at, step in enumerate(("forward", "backward")):
+            columns[f"SonicMoE, one H100: {step}"] = partial(_sonic, at=at)
+        whose = f"{_OTHERS} They are what the text of SonicMoE's section 6.2 says; the rest is in "
+        whose += "plots."
+    return run.table(_TITLE, results["layers"], _label, columns, f"**Rates**, TFLOP/s. {whose}")
 
 
 def _steps(results: Mapping[str, Any], paper: str) -> Section:
-    columns = [_SHOWN[who] for who in _SHOWN] + [f"{_GROUPED} / {_SHOWN[who]}" for who in _MOEOS]
-    blaze = paper == papers.MOEBLAZE
-    if blaze:
-        columns += ["MoEBlaze, one H100", "MegaBlocks, one H100"]
-    rows = []
-    for case in results["layers"]:
-        times = {who: _step_seconds(case, who) for who in _SHOWN}
-        row = [_label(case)]
-        row += [LEFT_OUT if t is None else output.duration(t) for t in times.values()]
-        row += [_ratio(times[_GROUPED], times[who]) for who in _MOEOS]
-        if blaze:
-            theirs = _scaling_of(case)
-            row += ["", ""] if theirs is None else [_ms(theirs.blaze_ms), _ms(theirs.blocks_ms)]
-        rows.append(row)
-    whose = (
-        f"{_OTHERS} They are MoEBlaze's Table 2. Of conf1 to conf6 it has plots alone, whose text "
-        "says 2 to 6.2 times as fast as MegaBlocks with SwiGLU, and 1.4 to 3.7 with SiLU."
-        if blaze
-        else ""
-    )
+    columns: Columns = {shown: partial(_step, who=who) for who, shown in _SHOWN.items()}
+    for who in _MOEOS:
+        columns[f"{_GROUPED} / {_SHOWN[who]}"] = partial(_speed, who=who)
+    whose = ""
+    if paper == papers.MOEBLAZE:
+        columns["MoEBlaze, one H100"] = lambda case: _theirs(case, "blaze_ms", _ms)
+        columns["MegaBlocks, one H100"] = lambda case: _theirs(case, "blocks_ms", _ms)
+        whose = (
+            f"{_OTHERS} They are MoEBlaze's Table 2. Of conf1 to conf6 it has plots alone, whose "
+            "text says 2 to 6.2 times as fast as MegaBlocks with SwiGLU, and 1.4 to 3.7 with SiLU."
+        )
     heading = f"**Forward and backward**, the sum of both medians. {whose}"
-    return Section(_TITLE, columns, rows, heading.strip())
+    return run.table(_TITLE, results["layers"], _label, columns, heading.strip())
 
 
 def _memory(results: Mapping[str, Any], paper: str) -> Section:
-    columns = [f"{_SHOWN[who]}: {what}" for who in _SHOWN for what in ("saved", "peak")]
-    columns.append("x and h alone")
-    blaze = paper == papers.MOEBLAZE
-    if blaze:
-        columns += ["MoEBlaze, one H100: saved", "MegaBlocks, one H100: saved"]
-    rows = []
-    for case in results["layers"]:
-        row = [_label(case)]
-        for who in _SHOWN:
-            found = case["contestants"][who]
-            for what in ("saved_bytes", "peak_bytes"):
-                size = found.get(what)
-                no_gpu = "no GPU" if what == "peak_bytes" else LEFT_OUT
-                row.append(
-                    LEFT_OUT
-                    if "left_out" in found
-                    else no_gpu
-                    if size is None
-                    else output.size(size)
-                )
-        row.append(output.size(least_bytes(case)))
-        if blaze:
-            theirs = _scaling_of(case)
-            row += ["", ""] if theirs is None else [_mb(theirs.blaze_mb), _mb(theirs.blocks_mb)]
-        rows.append(row)
-    whose = (
-        f"{_OTHERS} They are MoEBlaze's Table 2. Of the others its text has two: 6100 MB where "
-        "MegaBlocks takes 22 000 (conf4, SiLU), and about 10 000 where it takes over 40 000 "
-        "(conf3, SwiGLU)."
-        if blaze
-        else "What SonicMoE's paper measured of it is in plots alone, Figure 13."
-    )
-    return Section(
+    columns: Columns = {
+        f"{_SHOWN[who]}: {what}": partial(_bytes, who=who, what=what)
+        for who in _SHOWN
+        for what in ("saved", "peak")
+    }
+    columns["x and h alone"] = lambda case: output.size(least_bytes(case))
+    whose = "What SonicMoE's paper measured of it is in plots alone, Figure 13."
+    if paper == papers.MOEBLAZE:
+        columns["MoEBlaze, one H100: saved"] = lambda case: _theirs(case, "blaze_mb", _mb)
+        columns["MegaBlocks, one H100: saved"] = lambda case: _theirs(case, "blocks_mb", _mb)
+        whose = (
+            f"{_OTHERS} They are MoEBlaze's Table 2. Of the others its text has two: 6100 MB where "
+            "MegaBlocks takes 22 000 (conf4, SiLU), and about 10 000 where it takes over 40 000 "
+            "(conf3, SwiGLU)."
+        )
+    return run.table(
         _TITLE,
+        results["layers"],
+        _label,
         columns,
-        rows,
         "**Memory of activations.** *saved* is what autograd keeps beside what the call was given, "
         "by hooks of saved tensors. *peak* is what a forward call and its gradients take of "
         "PyTorch's memory at most, with the gradients that they return; moeos' workspace, which "
@@ -139,7 +119,7 @@ def _memory(results: Mapping[str, Any], paper: str) -> Section:
 
 
 def least_bytes(case: Mapping[str, Any]) -> int:
-    """Of the tokens and the pre-activations of their pairs."""
+    """Bytes of the tokens and of the pre-activations of their pairs."""
     size = 4 if case["dtype"] == "float32" else 2
     halves = 2 if case["gated"] else 1
     of_token = case["hidden"] + case["top_k"] * halves * case["intermediate"]
@@ -148,36 +128,18 @@ def least_bytes(case: Mapping[str, Any]) -> int:
 
 
 def _lists(results: Mapping[str, Any], paper: str) -> Section:
-    columns = [
-        "calls of moeos",
-        "moeos: routing map",
-        "moeos: first rows to load",
-        "three steps",
-        "lists by a sort",
-        "torch.sort alone",
-        "torch.sort / routing map",
-        "torch.sort / first rows",
-    ]
-    blaze = paper == papers.MOEBLAZE
-    if blaze:
-        columns += ["MoEBlaze, one H100: three steps", "MoEBlaze, one H100: by a sort"]
-    rows = []
-    for case in results["lists"]:
-        own = [None if "left_out" in case else case[name]["median"] for name in ("map", "rows")]
-        others = [case[name]["median"] for name in ("steps", "sorted_lists", "sort")]
-        row = [f"{case['name']}, {case['experts']}, {case['top_k']}, {case['tokens']}"]
-        row.append(str(case["calls"]))
-        row += [LEFT_OUT if t is None else output.duration(t) for t in (*own, *others)]
-        row += [_ratio(others[-1], t) for t in own]
-        if blaze:
-            near = abs(case["tokens"] / papers.DISPATCH_TOKENS - 1) < 0.05
-            theirs = papers.DISPATCH_MS.get(case["name"]) if near else None
-            row += ["", ""] if theirs is None else [_ms(theirs[1]), _ms(theirs[0])]
-        rows.append(row)
-    return Section(
+    columns: Columns = {"calls of moeos": lambda case: str(case["calls"])}
+    columns |= {shown: partial(_list_time, name=name) for name, shown in _LISTS.items()}
+    for name, shown in (("map", "routing map"), ("rows", "first rows")):
+        columns[f"torch.sort / {shown}"] = partial(_list_speed, name=name)
+    if paper == papers.MOEBLAZE:
+        for at, shown in ((1, "three steps"), (0, "by a sort")):
+            columns[f"MoEBlaze, one H100: {shown}"] = partial(_dispatch, at=at)
+    return run.table(
         "routing of, experts, top-k, tokens",
+        results["lists"],
+        lambda case: ", ".join(str(case[key]) for key in ("name", "experts", "top_k", "tokens")),
         columns,
-        rows,
         "**Index lists of a routing.** moeos' times are by a trace, from the call's first event: "
         "until the last part of Route is done, and until the first product has rows to load. Those "
         "of all calls that the tokens take are added up, and medians are of "
@@ -187,6 +149,19 @@ def _lists(results: Mapping[str, Any], paper: str) -> Section:
         "stably; the lists by a sort are made by keys of as few bits as do. MoEBlaze's columns are "
         "its Table 3, of 1M tokens and one H100: another machine than ours.",
     )
+
+
+def _list_time(case: run.Case, name: str) -> str:
+    return output.duration(case[name]["median"]) if name in case else LEFT_OUT
+
+
+def _list_speed(case: run.Case, name: str) -> str:
+    return f"{case['sort']['median'] / case[name]['median']:.2f}" if name in case else ""
+
+
+def _dispatch(case: run.Case, at: int) -> str:
+    near = abs(case["tokens"] / papers.DISPATCH_TOKENS - 1) < 0.05
+    return _ms(papers.DISPATCH_MS[case["name"]][at]) if near else ""
 
 
 def _reasons(results: Mapping[str, Any]) -> Section:
@@ -210,14 +185,22 @@ def _label(case: Mapping[str, Any]) -> str:
     return ", ".join(str(case[key]) for key in keys) + pieces
 
 
-def _rate(case: Mapping[str, Any], who: str, step: str, share: int) -> str:
+def _rate(case: run.Case, who: str, step: str, share: int) -> str:
     found = case["contestants"][who]
     if "left_out" in found:
         return LEFT_OUT
     return f"{share * case['forward_flops'] / found[step]['median'] / 1e12:.4g}"
 
 
-def _step_seconds(case: Mapping[str, Any], who: str) -> float | None:
+def _bytes(case: run.Case, who: str, what: str) -> str:
+    found = case["contestants"][who]
+    if "left_out" in found:
+        return LEFT_OUT
+    size = found[f"{what}_bytes"]
+    return "no GPU" if size is None else output.size(size)
+
+
+def _step_seconds(case: run.Case, who: str) -> float | None:
     found = case["contestants"][who]
     if "left_out" in found:
         return None
@@ -225,14 +208,27 @@ def _step_seconds(case: Mapping[str, Any], who: str) -> float | None:
     return seconds
 
 
-def _scaling_of(case: Mapping[str, Any]) -> papers.Scaling | None:
-    if case["layer"] != papers.SCALING_LAYER:
-        return None
-    return papers.SCALING.get((case["activation"], case["tokens"]))
+def _step(case: run.Case, who: str) -> str:
+    seconds = _step_seconds(case, who)
+    return LEFT_OUT if seconds is None else output.duration(seconds)
 
 
-def _ratio(slower: float | None, faster: float | None) -> str:
+def _speed(case: run.Case, who: str) -> str:
+    """How many times as fast as PyTorch's."""
+    slower, faster = _step_seconds(case, _GROUPED), _step_seconds(case, who)
     return "" if slower is None or faster is None else f"{slower / faster:.2f}"
+
+
+def _sonic(case: run.Case, at: int) -> str:
+    return papers.SONICMOE_TFLOPS.get(case["layer"], ("", ""))[at]
+
+
+def _theirs(case: run.Case, what: str, shown: Callable[[Any], str]) -> str:
+    """What MoEBlaze's Table 2 has of a case."""
+    key = (case["activation"], case["tokens"])
+    if case["layer"] != papers.SCALING_LAYER or key not in papers.SCALING:
+        return ""
+    return shown(getattr(papers.SCALING[key], what))
 
 
 def _ms(value: float | None) -> str:

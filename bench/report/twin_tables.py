@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moeos.cli.shared import output, provenance
+from bench.report import run
+from moeos.cli.shared import output
 from moeos.cli.shared.section import Section
 
 _NAMES = {
@@ -19,8 +20,9 @@ _NAMES = {
 
 def conditions(results: Mapping[str, Any]) -> str:
     """What was measured, on what and when, in one paragraph."""
-    config, machine, load = results["config"], results["machine"], results["load"]
-    versions, source = results["versions"], provenance.source(results["commit"])
+    first = run.first_run(results)
+    config, machine, load = results["config"], first["machine"], results["load"]
+    versions, source = first["versions"], run.source(results)
     return (
         f"{results['ranks']} ranks with S {config['max_tokens']} each, H {config['hidden']}, "
         f"I {config['intermediate']}, E {config['experts']}, k {config['top_k']}, "

@@ -1,5 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Studies: each answers one question, such as what a late rank costs.
-
-They measure with what `bench.gpu` has.
-"""
+"""Studies: each answers one question, such as what a late rank costs (the frame: bench.study)."""

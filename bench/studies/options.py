@@ -1,80 +1,104 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the studies of a layer's options share: a command line, and the document that they write.
+"""What the studies of a layer's options share: each layer at some numbers of tokens.
 
-A study measures each layer that it is given at some numbers of tokens, with contestants in turn.
-Its document has, for each layer, its config and the results: tokens, the contestants' distances
-from what they should compute, and their seconds. It knows no option.
+Their documents have, for each layer, its config and the results: tokens, the contestants' distances
+from what they should compute, and their seconds. They time; whether values are right is the tests'
+affair. Must not depend on any option.
 """
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
+import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import Tensor
 
 import moeos
-from bench.gpu.in_turn import FLUSHED_TOKENS, InTurn
-from moeos.cli.shared import machine, provenance
+from bench import study
+from bench.study import Case, Out, Study
 
-ROUNDS, WARM_UP = 30, 5
-_DEADLINE = 900.0  # seconds; the compiler's time counts
-
-Measure = Callable[[moeos.MoEConfig, moeos.World, InTurn], list[dict[str, Any]]]
-Prepare = Callable[[Mapping[str, moeos.MoEConfig], moeos.World], None]
+Measure = Callable[[int], Case]
+"""What is found of a layer, given the number of tokens. Collective."""
+Make = Callable[[Study, moeos.MoEConfig], Measure]
 
 
-def run(
-    name: str, about: str, measure: Measure, prepare: Prepare = lambda configs, world: None
+def start(
+    name: str,
+    counts: Sequence[int],
+    make: Make,
+    variants: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """The command of the study `bench.studies.{name}`. Collective.
+    """The command of the study `bench.studies.{name}`, whose layers are TOML files.
 
-    `measure`: the results of a layer, on all ranks. `prepare`: is given all layers before.
+    `variants`: fields of the configs whose kernels are compiled before.
     """
-    parser = argparse.ArgumentParser(description=about.partition("\n")[0])
-    parser.add_argument("configs", nargs="+", type=Path, help="a layer's TOML file")
-    parser.add_argument("--out", required=True, type=Path, help="where the JSON document goes")
-    chosen = parser.parse_args()
-    configs = {path.stem: moeos.MoEConfig.from_toml(path) for path in chosen.configs}
-    layers: dict[str, Any] = {}
-    with moeos.init(backend="cuda", deadline=_DEADLINE) as world, torch.no_grad():
-        prepare(configs, world)
-        clock = InTurn(world)
-        for layer, cfg in configs.items():
-            results = measure(cfg, world, clock)
-            layers[layer] = {"config": json.loads(cfg.digest()), "results": results}
-            if world.rank == 0:
-                text = json.dumps(document(name, world.size, layers), indent=1)
-                chosen.out.write_text(text + "\n")
+
+    def main(
+        configs: Annotated[list[Path], typer.Argument(help="Layers' TOML files.")], out: Out
+    ) -> None:
+        def body(one: Study) -> None:
+            layers = {path.stem: moeos.MoEConfig.from_toml(path) for path in configs}
+            size = one.world.size
+            one.compile(
+                [
+                    (layer, {"cfg": dataclasses.replace(cfg, **fields), "world_size": size})
+                    for layer, cfg in layers.items()
+                    for fields in variants
+                ]
+            )
+            for layer, cfg in layers.items():
+                about = {"config": json.loads(cfg.digest())}
+                chosen = [count for count in counts if count <= cfg.max_tokens]
+                measure(one, layer, about, chosen, functools.partial(make, one, cfg))
+
+        run(name, out, body)
+
+    study.start(main)
 
 
-def timed(clock: InTurn, tokens: int, ways: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
-    """Seconds of ways to compute so many tokens, in turn. Collective."""
-    flushed = tokens <= FLUSHED_TOKENS
-    return clock.time(ways, flushed=flushed, warm_up_rounds=WARM_UP, rounds=ROUNDS)
+def run(name: str, out: Path, body: Callable[[Study], None]) -> None:
+    """Runs one rank of the study `bench.studies.{name}` on GPUs."""
+
+    def of_world(world: moeos.World) -> Study:
+        with torch.no_grad():
+            benchmark = f"{name.replace('_', '-')}-{world.size}"
+            one = Study(world, out, benchmark, f"bench.studies.{name}")
+            body(one)
+        return one
+
+    study.run(of_world, "cuda")
 
 
-def require_equal(names: str, tokens: int, one: Tensor, other: Tensor, agrees: float) -> float:
-    """The relative distance of two outputs. Raises `ValueError` if it is above `agrees`."""
-    distance = float((one.float() - other.float()).norm() / other.float().norm())
-    if distance > agrees:
-        raise ValueError(f"{names}: relative distance {distance} at {tokens} tokens")
+def measure(
+    one: Study, layer: str, about: Case, counts: Iterable[int], make: Callable[[], Measure]
+) -> None:
+    """Measures a layer with each of these numbers of tokens. Collective."""
+    into = one.describe_layer("layers", layer, about).setdefault("results", [])
+    found: Measure | None = None
+    for case in one.cases(into, [{"tokens": count} for count in counts]):
+        found = found or make()
+        one.add(into, case, found(case["tokens"]))
+    del found
+    one.forget()
+
+
+def drawn(one: Study, cfg: moeos.MoEConfig, tokens: int) -> Tensor:
+    """x [tokens, H] of this rank."""
+    generator = torch.Generator("cuda").manual_seed(1000 * tokens + one.world.rank)
+    return torch.randn(tokens, cfg.hidden, device="cuda", generator=generator).to(cfg.dtype)
+
+
+def require_alike(one: Study, first: Tensor, second: Tensor, agrees: float) -> float:
+    """The relative distance of two outputs. Raises `ValueError`, alike on all ranks, if it is above
+    `agrees`.
+    """
+    distance = one.worst(study.distance(first, second))
+    if not distance <= agrees:
+        raise ValueError(f"outputs of {len(first)} tokens differ by {distance}")
     return distance
-
-
-def document(name: str, ranks: int, layers: Mapping[str, Any]) -> dict[str, Any]:
-    """What a study of this name has found on so many ranks, by its layers."""
-    return {
-        "benchmark": f"{name.replace('_', '-')}-{ranks}",
-        "ranks": ranks,
-        "command": provenance.command(f"bench.studies.{name}"),
-        "commit": provenance.commit(),
-        "gpus": machine.gpus(),
-        "processor": machine.processor(),
-        "versions": machine.versions(),
-        "layers": layers,
-    }

@@ -3,25 +3,22 @@
 
     python -m bench.studies.topk --out FILE
 
-Contestants have the same logits, in turn; `read` reads them once at the memory's rate. It times and
-compares; whether ties are right is the tests' affair.
+Contestants have the same logits, in turn; `read` reads them once at the memory's rate.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 import moeos
-from bench.gpu.in_turn import InTurn
+from bench import study
+from bench.clocks import DeviceClock
 from bench.studies import options
+from bench.study import Case, Out, Study
 from moeos.call.selection import TopK
 
 ROUTERS = ((64, 6), (128, 8), (256, 8), (512, 10), (1024, 2), (4096, 32))
@@ -39,14 +36,13 @@ def by_pytorch(logits: Tensor, k: int) -> TopK:
     return TopK(values.float().softmax(dim=-1), indices)
 
 
-def measure(experts: int, k: int, dtype: torch.dtype, clock: InTurn) -> list[dict[str, Any]]:
-    """Every token count of one router."""
-    return [_measure(tokens, experts, k, dtype, clock) for tokens in TOKENS]
+def make(one: Study, experts: int, k: int, dtype: torch.dtype) -> options.Measure:
+    """A router's measurement."""
+    return functools.partial(_measure, one, experts, k, dtype)
 
 
-def _measure(
-    tokens: int, experts: int, k: int, dtype: torch.dtype, clock: InTurn
-) -> dict[str, Any]:
+def _measure(one: Study, experts: int, k: int, dtype: torch.dtype, tokens: int) -> Case:
+    assert isinstance(one.clock, DeviceClock)
     generator = torch.Generator("cuda").manual_seed(tokens)
     logits = torch.randn(tokens, experts, device="cuda", generator=generator).to(dtype)
     ways: dict[str, Callable[[], object]] = {
@@ -54,34 +50,27 @@ def _measure(
         "torch.topk": functools.partial(torch.topk, logits, k),
         "moeos, softmax": functools.partial(moeos.topk, logits, k, softmax="chosen"),
         "torch.topk, softmax": functools.partial(by_pytorch, logits, k),
-        "read": functools.partial(clock.reader.read, logits),
+        "read": functools.partial(one.clock.reader.read, logits),
     }
     ours, theirs = moeos.topk(logits, k, softmax="chosen"), by_pytorch(logits, k)
-    distance = options.require_equal(
-        f"moeos.topk and torch.topk of {experts} logits", tokens, ours.values, theirs.values, AGREES
-    )
-    times = options.timed(clock, tokens, ways)
-    shown = {name: f"{time['median'] * 1e6:.1f} us" for name, time in times.items()}
-    print(f"{experts} experts, top-{k}, {dtype}, {tokens} tokens: {shown}", flush=True)
-    return {"tokens": tokens, "distances": [distance], "seconds": times}
+    distance = options.require_alike(one, ours.values, theirs.values, AGREES)
+    return {"distances": [distance], "seconds": one.timed(ways, tokens)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", required=True, type=Path, help="where the JSON document goes")
-    chosen = parser.parse_args()
-    layers: dict[str, Any] = {}
-    with moeos.init(backend="cuda") as world, torch.no_grad():
-        if world.size > 1:
-            raise SystemExit(f"there are {world.size} ranks; this is measured on one GPU")
-        clock = InTurn(world)
+def main(out: Out) -> None:
+    """Times moeos.topk beside torch.topk, on one GPU."""
+
+    def body(one: Study) -> None:
+        if one.world.size > 1:
+            raise ValueError(f"there are {one.world.size} ranks; this is measured on one GPU")
         for experts, k in ROUTERS:
             for dtype in DTYPES:
                 name = f"{experts} experts, top-{k}, {str(dtype).removeprefix('torch.')}"
-                layers[name] = {"results": measure(experts, k, dtype, clock)}
-                text = json.dumps(options.document("topk", world.size, layers), indent=1)
-                chosen.out.write_text(text + "\n")
+                of_router = functools.partial(make, one, experts, k, dtype)
+                options.measure(one, name, {}, TOKENS, of_router)
+
+    options.run("topk", out, body)
 
 
 if __name__ == "__main__":
-    main()
+    study.start(main)

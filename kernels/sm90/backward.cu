@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels of a call of gradients: the call, which is one of the same device OS with other rows
-// and products, and the gradients of weights behind it.
+// The kernels of a gradient call: the call, which runs the device OS with other rows and products,
+// and the gradients of weights, launched after it.
 #include "kernels/sm90/gradient_tile.cuh"
 #include "kernels/sm90/operands/gradient_operands.cuh"
-// It takes load_tile and compute_tile from those above.
+// call.cuh uses load_tile and compute_tile of the files above.
 #include "kernels/sm90/call.cuh"
 #include "kernels/sm90/weight_gradients.cuh"
 
@@ -18,7 +18,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   run_block(arguments);
 }
 
-/// Of one rank, whose call of gradients is the last one that wrote its records.
+/// Makes the weight gradients of one rank, whose gradient call is the last one that wrote its
+/// records.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     moeos_weight_gradients(const __grid_constant__ GradientArguments arguments) {
   FactorShared& shared = *reinterpret_cast<FactorShared*>(dynamic_shared_memory());

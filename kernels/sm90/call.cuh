@@ -3,8 +3,9 @@
 // each rank's last block is its OS block.
 //
 // Launched cooperatively, because actors of different blocks wait for each other. With virtual
-// ranks the grid is divided equally among them. An image (forward.cu, backward.cu) includes first
-// what its products are: prefetch_maps, load_tile, compute_tile. May not know: what is multiplied.
+// ranks the grid is divided equally among them. An image (forward.cu, backward.cu) first includes
+// the definitions of its products: prefetch_maps, load_tile, compute_tile. Must not depend on:
+// element types and products.
 #pragma once
 
 #include "kernels/sm90/block/arguments.cuh"
@@ -26,16 +27,15 @@ namespace moeos::sm90 {
 
 static_assert(Platform<Machine>);
 
-// Where several ranks share a GPU, what the OS block does is a function, and needs no stack.
-// Inlined it would take registers of what processors do, which needs one then.
+// Where several ranks share a GPU, the OS block's code is a function, and needs no stack. Inlined,
+// it would take registers from the processors' code, which would then need a stack.
 #if MOEOS_VIRTUAL_RANKS == 1
 #define MOEOS_OS_BLOCK MOEOS_INLINED
 #else
 #define MOEOS_OS_BLOCK __attribute__((noinline)) inline
 #endif
 
-/// Hands a part that has been fetched to the block's other warps; a word of epoch 0 makes them
-/// leave.
+/// Hands a fetched part to the block's other warps; a word of epoch 0 makes them leave.
 inline void fill_slot(Slot& slot, ReadyWord word, Stamps& stamps, u64 claimed_ns) {
   if (Machine::lane() == 0) {
     slot.word = word;
@@ -50,7 +50,7 @@ inline void fill_slot(Slot& slot, ReadyWord word, Stamps& stamps, u64 claimed_ns
 }
 
 /// Finds the part of a ticket and its descriptor, and waits for its inputs if they may not be here.
-/// Looks up where its rows lie or its results go, while the block is at the part before. False:
+/// Looks up where its rows lie or its results go, while the block computes the part before. False:
 /// leave.
 MOEOS_INLINED bool fetch_part(const RankArguments& arguments, const Rank<Machine>& rank,
                               const Call& call, const RoutingMap& map,
@@ -68,7 +68,7 @@ MOEOS_INLINED bool fetch_part(const RankArguments& arguments, const Rank<Machine
     find_results(arguments, rank, task, slot);
     look_up_rows(arguments, rank, call, map, task, slot.rows);
     if (kGeometry.up_front_rows != 0 && waits_for_inputs(task)) {
-      // Of this part alone: else the addresses below would take registers for all parts.
+      // For this part only: otherwise the addresses below would take registers for all parts.
       const Rank<Machine> here = rank_of_look(arguments);
       const auto found = [&](u32 number, u32 pair, u32 row) {
         note_awaited_row(here, number, pair, MOEOS_PLANTED(awaited_rows_lie_elsewhere) ? 0 : row,
@@ -86,8 +86,8 @@ MOEOS_INLINED bool fetch_part(const RankArguments& arguments, const Rank<Machine
   return more;
 }
 
-/// The first part of a block, if it is one of Route, as it mostly is: everything in a call waits
-/// for these, and a warp runs through little code to one. False: the ticket is of another part.
+/// Fetches a block's first part, if it is one of Route, as it mostly is: everything in a call waits
+/// for Route, and this path to it has little code. False: the ticket is for another part.
 inline bool fetch_first_route(const Rank<Machine>& rank, const Call& call,
                               Processor<Machine>& processor, u32 ticket, Task& task, Slot& slot,
                               Stamps& stamps) {
@@ -99,15 +99,16 @@ inline bool fetch_first_route(const Rank<Machine>& rank, const Call& call,
   return true;
 }
 
-/// A ticket, by an address of this look alone: else the address takes registers for all parts.
+/// Takes a ticket, at an address for this look only: otherwise the address takes registers for all
+/// parts.
 inline u32 take_ticket(const RankArguments& arguments, const Call& call) {
   MemoryParts<u8*> memory = arguments.memory;
   asm volatile("" : "+l"(memory.control));
   return Processor<Machine>::take_ticket(RankMemory(kGeometry, memory).call(call.epoch));
 }
 
-/// Keeps the block's slots filled: claims a part when the loads of the one before are nearly all
-/// under way. Leaves last.
+/// Keeps the block's slots filled: claims a part when nearly all loads of the part before are under
+/// way. Leaves last.
 MOEOS_INLINED void run_fetch(const RankArguments& arguments, const Rank<Machine>& rank,
                              const Call& call, Processor<Machine>& processor, Shared& shared) {
   const RoutingMap map(rank.geometry(), rank.memory, call);
@@ -133,17 +134,17 @@ MOEOS_INLINED void run_fetch(const RankArguments& arguments, const Rank<Machine>
     if (more) {
       processor.begin_part(shared.tasks[at.index]);
     }
-    shared.slot_full[at.index].arrive();  // every lane, which so publishes what it has copied
+    shared.slot_full[at.index].arrive();  // every lane, to publish what it has copied
   }
   for (u32 i = 0; i < kSlots; ++i, at.advance()) {
     wait_watched(rank, call, shared.slot_empty[at.index], at.parity ^ 1);
   }
 }
 
-/// Whether a warp that waits for its block's next part has time to run through what it does for a
-/// tile, with one of no rows. What it then has in the instruction cache need not come from L2 when
-/// rows wait for it: of consumers some 30 KB, for which a block's first part took 13 us longer than
-/// the others.
+/// Whether a warp that waits for its block's next part has time to rehearse: to run its code for a
+/// tile, with one of no rows. Code that is then in the instruction cache need not come from L2 when
+/// rows wait for it: consumers have some 30 KB, for which a block's first part took 13 us longer
+/// than the others.
 inline bool may_rehearse(Barrier& full, u32 parity) {
   constexpr u64 kPatienceNs = 4'000;  // Route's parts are there sooner
   const u64 begin_ns = Machine::now_ns();
@@ -154,8 +155,8 @@ inline bool may_rehearse(Barrier& full, u32 parity) {
   return agreed<Machine>(waits);
 }
 
-/// Waits for the block's next part, in slot `at`, or has time to rehearse first; returns the place
-/// of the part, or of the rehearsal's, kSlots. A warp that knows tiles has no use for one.
+/// Waits for the block's next part, in slot `at`, or has time to rehearse first; returns the slot
+/// of the part, or of the rehearsal, kSlots. A warp that knows tiles does not rehearse.
 inline u32 next_place(Shared& shared, const RingPosition<kSlots>& at, bool knows_tiles) {
   Barrier& full = shared.slot_full[at.index];
   if (!knows_tiles && may_rehearse(full, at.parity)) {
@@ -183,8 +184,8 @@ inline void run_load(const RankArguments& arguments, const Rank<Machine>& rank, 
       release_slot(shared, at.index);
       return;
     }
-    // The inputs were written by others, here or by peers, and acquired by the fetch warp; TMA
-    // reads them through the async proxy.
+    // Other actors, here or at peers, wrote the inputs, and the fetch warp acquired them; TMA reads
+    // them through the async proxy.
     fence_proxy_async();
     loader.begin_part(place);
     const RankArguments& its = arguments_of_look(arguments);
@@ -212,7 +213,7 @@ inline void run_load(const RankArguments& arguments, const Rank<Machine>& rank, 
   }
 }
 
-/// Makes the effects of finished parts visible, while the consumers are at the next one.
+/// Makes the effects of finished parts visible, while the consumers compute the next part.
 inline void run_complete(const RankArguments& arguments, const Rank<Machine>& rank,
                          Processor<Machine>& processor, u32 index, Shared& shared) {
   Trace<Machine> trace(rank, index);
@@ -279,7 +280,7 @@ MOEOS_INLINED void run_consumers(const RankArguments& arguments, const Call& cal
   const u32 group = warp / 4;
   RingPosition<kStages> stage;
   RingPosition<kSlots> at;
-  // Of a gated tile half as many values pass through the activation: 2 us, which is not worth it.
+  // A gated tile has half as many activations: rehearsing saves 2 us, which is not worth it.
   bool knows_tiles = kShape.gated();
   for (;;) {
     const u32 place = next_place(shared, at, knows_tiles);
@@ -325,9 +326,8 @@ MOEOS_INLINED void run_consumers(const RankArguments& arguments, const Call& cal
 inline constexpr u32 kBlocks = kGeometry.processors + 1;  // of a rank
 
 /// Asks L2 for this block's share of the kernel's instructions, of which there is one copy for all
-/// ranks of a launch. In a call of few tokens most of them run once, and what ran before this
-/// kernel had L2 for itself: each line would come from memory when some block first needs it. One
-/// thread.
+/// ranks of a launch. In a call of few tokens most of them run once, and the kernel before this one
+/// had L2 for itself: each line would come from memory when some block first needs it. One thread.
 inline void prefetch_code(const RankArguments& first_rank) {
   constexpr u64 kAll = u64{kVirtualRanks} * kBlocks;
   const u64 share = align_up(ceil_div(first_rank.code_bytes, kAll), u64{kCacheLine});
@@ -369,14 +369,14 @@ inline Call call_of(const RankArguments& mine) {
   Call call{*rank_memory(mine).epoch, tokens, pair_limit, may_be_unsent ? 1U : 0U, mine.identity};
   if constexpr (kSliced) {
     call.leaves_partials = mine.leaves_partials;
-    // Who adds up all rows needs as many of each slice.
+    // A caller that adds up all rows needs the same number from each slice.
     call.inputs = mine.leaves_partials * (mine.rows + 1) * kRowsApart;
   }
   return call;
 }
 
-/// The call, as thread 0 of a processor finds it: none if this block's launch is not alone. The OS
-/// block says so then.
+/// The call, as thread 0 of a processor finds it: none if this block's launch is not alone. Then
+/// the OS block reports it.
 inline Call attended_call(const RankArguments& mine, u32 index) {
   Call call = call_of(mine);
   if (!attend<Machine>(rank_memory(mine), call.epoch, index)) {
@@ -385,17 +385,19 @@ inline Call attended_call(const RankArguments& mine, u32 index) {
   return call;
 }
 
-/// What thread 0 of the OS block finds. All ranks that wait for this call must end.
+/// Whether the OS block attends the call, as its thread 0 finds. If the launch is not alone, all
+/// ranks that wait for this call must end.
 inline bool os_attends(const RankArguments& mine, const Call& call) {
   const RankMemory memory = rank_memory(mine);
-  // Both, always: every block counts.
+  // Both are evaluated, always: every block counts.
   const bool attends = attend<Machine>(memory, call.epoch, kGeometry.processors);
   const bool alone = is_alone<Machine>(memory, call.epoch, kBlocks);
   if (attends && alone) {
     return true;
   }
   const Rank<Machine> rank = rank_of(mine, nullptr);
-  if (rank.leaving(call.epoch)) {  // its blocks may have left for that, or it is launched again
+  if (rank.leaving(call.epoch)) {  // its blocks may have left for that reason, or it is launched
+                                   // again
     return attends;
   }
   rank.fail(failure_of(rank, call, FailureKind::calls_at_once, Actor::scheduler));
@@ -420,7 +422,7 @@ MOEOS_INLINED void run_processor_block(const RankArguments& mine, u32 index, Sha
     for (u32 i = 0; i < kSlots; ++i) {
       shared.slot_full[i].initialise(Machine::kLanes);
       shared.slot_done[i].initialise(1 + kConsumerWarps);  // the load warp, too
-      shared.slot_empty[i].initialise((2 + kConsumerWarps) * Machine::kLanes);  // all who read it
+      shared.slot_empty[i].initialise((2 + kConsumerWarps) * Machine::kLanes);  // all readers
     }
     shared.claim.initialise(1);
     for (Barrier& full : shared.parcels.full) {
@@ -437,7 +439,7 @@ MOEOS_INLINED void run_processor_block(const RankArguments& mine, u32 index, Sha
 
 MOEOS_OS_BLOCK void run_os(const RankArguments& mine, OsShared& shared) {
   const u32 warp = threadIdx.x / 32;
-  // What a call starts from is not what another block left in this memory: clear it.
+  // The shared memory may hold what another block left there: clear it.
   for (u32 i = threadIdx.x; i < OsMemory::bytes(kGeometry) / 4; i += kThreads) {
     reinterpret_cast<u32*>(shared.memory())[i] = 0;
   }
@@ -465,13 +467,13 @@ MOEOS_OS_BLOCK void run_os(const RankArguments& mine, OsShared& shared) {
   }
 }
 
-/// What a block of a launch does: as its rank's processor, or as its OS block.
+/// Runs a block of a launch: as its rank's processor, or as its OS block.
 template <class Launch>
 MOEOS_INLINED void run_block(const Launch& arguments) {
   const u32 rank = kVirtualRanks == 1 ? 0 : blockIdx.x / kBlocks;
   const RankArguments& mine = arguments.ranks[rank];
   const u32 index = blockIdx.x - rank * kBlocks;
-  if (threadIdx.x == kCompleteWarp * 32) {  // which has nothing else to do yet
+  if (threadIdx.x == kCompleteWarp * 32) {  // this warp has nothing else to do yet
     prefetch_code(arguments.ranks[0]);
   }
   if (index < kGeometry.processors) {

@@ -2,7 +2,7 @@
 // The kernel of a forward call. call.cuh says what its blocks do, products.cuh what they multiply.
 #include "kernels/sm90/operands/operands.cuh"
 #include "kernels/sm90/tile.cuh"
-// It takes load_tile and compute_tile from those above.
+// call.cuh uses load_tile and compute_tile of the files above.
 #include "kernels/sm90/call.cuh"
 
 namespace moeos::sm90 {

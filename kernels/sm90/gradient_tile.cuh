@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// A part of a tile of a call of gradients, as a consumer warpgroup computes it.
+// A part of a tile of a gradient call, as a consumer warpgroup computes it.
 //
-// The first product of a part is dA = dY w2 of 128 columns, then h = x w1^T of the same: all three
+// GEMM0 of a part is dA = dY w2 of 128 columns, then h = x w1^T of the same columns: the three
 // accumulators of a gated part would not fit in registers, so dA waits as pairs of two-byte
-// elements. Rows of h that the forward call has saved are loaded instead. What is made of both is
-// kept (gradient_rows.cuh). The second product's results are their owners', with a weight's
-// gradient behind each. May not know: where operands come from.
+// elements. Rows of h that the forward call has saved are loaded instead. What is derived from both
+// is kept (gradient_rows.cuh). GEMM1's results go to their owners, each followed by the gradient of
+// its weight. Must not depend on: where operands come from.
 #pragma once
 
 #include "kernels/sm90/block/accumulators.cuh"
@@ -23,13 +23,13 @@ namespace moeos::sm90 {
 inline constexpr u32 kHalfSums = kValueColumns / 2;  // accumulators of 128 columns
 inline constexpr u32 kFirstSums = kHalves * kHalfSums;
 inline constexpr u32 kSecondSums = kTileColumns / 2;
-/// Whether no part of the first product has columns beyond I.
+/// Whether no part of GEMM0 has columns beyond I.
 inline constexpr bool kWholeValues = kShape.intermediate % kValueColumns == 0;
 
-/// Which way weights lie in a stage that a forward call multiplies by the other way round.
+/// The major order in a stage of weights that a gradient call multiplies transposed.
 inline constexpr Major kTurnedMajor = kTransposed ? Major::depth : Major::columns;
 
-/// d += the warpgroup's rows times such weights, over so many steps.
+/// d += the warpgroup's rows times such weights, over `steps` steps.
 template <u32 kRegisters>
 inline void multiply_turned(float (&d)[kRegisters], u32 steps, u32 group, Shared& shared,
                             RingPosition<kStages>& stage) {
@@ -41,8 +41,8 @@ inline void multiply_turned(float (&d)[kRegisters], u32 steps, u32 group, Shared
   });
 }
 
-/// A row of a tile: where its source's row and its kept row lie, and its saved one, if there is
-/// one; or none, of padding.
+/// A row of a tile: where its source's row and its kept row lie, and its saved row, if there is
+/// one; or none, for padding.
 struct GradientRow {
   bool there = false;
   const u8* sent = nullptr;
@@ -77,7 +77,8 @@ inline float sum_of_row(float value) {
   return value + __shfl_xor_sync(~0U, value, 2U);
 }
 
-/// What a row's own expert weighs; 1 where the token has been multiplied before it was sent.
+/// The weight of a row's own expert; 1 where the token has been multiplied by it before it was
+/// sent.
 inline float weight_of_row(const GradientArguments& arguments, const Task& task,
                            const GradientRow& row) {
   if constexpr (kShape.weight_on_input) {
@@ -102,8 +103,8 @@ inline void copy_inputs(const GradientRow& row, u32 part) {
   }
 }
 
-/// Adds biases to h, in accumulators from `first` on. Behind the product, of which registers that
-/// wait for memory would take the room.
+/// Adds biases to h, in accumulators from `first` on. After the product, which needs the registers
+/// that would wait for memory.
 inline void add_bias(float (&d)[kFirstSums], const GradientArguments& arguments, const Task& task,
                      u32 part, u32 first) {
 #pragma unroll
@@ -140,7 +141,7 @@ inline void add_bias(float (&d)[kFirstSums], const GradientArguments& arguments,
   }
 }
 
-/// Eight columns of accumulators i, i + 4, i + 8, i + 12 and those behind each.
+/// Packs eight columns of accumulators i, i + 4, i + 8, i + 12 and the one after each.
 template <u32 kRegisters>
 inline uint4 eight_columns(const float (&d)[kRegisters], u32 i) {
   u32 words[4];
@@ -151,8 +152,8 @@ inline uint4 eight_columns(const float (&d)[kRegisters], u32 i) {
   return eight_columns(words);
 }
 
-/// Before a part's products: asks for what keep_derived will load, which then waits for a cache
-/// alone.
+/// Before a part's products: prefetches what keep_derived will load, which then waits only for a
+/// cache.
 inline void prefetch_saved(const RankArguments& arguments, const Task& task, u32 part) {
   const u32 first = part * kValueColumns;
   const u32 columns = minimum(kValueColumns, kShape.intermediate - first);
@@ -181,12 +182,13 @@ inline SavedColumns load_saved(const u8* row, u32 column) {
   }
   return found;
 }
-/// Puts them in the place of h, in accumulators from `first` on. By a whole warp.
+/// Replaces h with them, in accumulators from `first` on. By a whole warp.
 inline void put_saved(float (&d)[kFirstSums], const SavedColumns& columns, u32 first, bool saved) {
 #pragma unroll
   for (u32 half = 0; half < kHalves; ++half) {
     const uint4 eight = columns.halves[half];
-    // Who has eight columns of one gets two of each of four eights: the same exchange.
+    // A lane that has eight columns of one row gets two of each of four eights: the exchange works
+    // both ways.
     u32 words[4] = {eight.x, eight.y, eight.z, eight.w};
     if constexpr (kColumnsAlternate) {
       halves_of_eight(words, eight);
@@ -204,7 +206,7 @@ inline void put_saved(float (&d)[kFirstSums], const SavedColumns& columns, u32 f
   }
 }
 
-/// Eight kept columns, of a thread's four words. By a whole warp.
+/// Packs eight kept columns from a thread's four words. By a whole warp.
 inline uint4 kept_eight(u32 (&words)[4]) {
   if constexpr (kColumnsAlternate) {
     return eight_of_halves(words);
@@ -214,8 +216,8 @@ inline uint4 kept_eight(u32 (&words)[4]) {
     return make_uint4(words[0], words[1], words[2], words[3]);
   }
 }
-/// Keeps the gradients of eight gates and eight ups in turn, of words that have columns l and l + 4
-/// of four eights. By a whole warp.
+/// Keeps the gradients of eight gates and eight ups, which alternate, from words that have columns
+/// l and l + 4 of four eights. By a whole warp.
 inline void keep_pairs(bool wanted, u8* to, const u32 (&gates)[4], const u32 (&ups)[4]) {
   constexpr u32 kWhich[2] = {kLowHalves, kHighHalves};
 #pragma unroll
@@ -229,8 +231,8 @@ inline void keep_pairs(bool wanted, u8* to, const u32 (&gates)[4], const u32 (&u
   }
 }
 
-/// Keeps activated values and the gradients before them, of h or of what is saved, both times the
-/// row's weight, and the part's share of <dA, A>.
+/// Keeps activated values and the gradients before the activation, from h or from what is saved,
+/// both times the row's weight, and the part's share of <dA, A>.
 inline void keep_derived(float (&d)[kFirstSums], const u32 (&d_values)[kHalfSums / 2],
                          const GradientArguments& arguments, const Task& task, u32 part) {
   constexpr u32 kGroup = kOrderedRows / 2;  // accumulators that are 32 columns of two rows
@@ -239,7 +241,7 @@ inline void keep_derived(float (&d)[kFirstSums], const u32 (&d_values)[kHalfSums
     const GradientRow row = gradient_row(arguments, task, tile_row(lower) + Machine::lane() / 4);
     const float weight = weight_of_row(arguments, task, row);
     if constexpr (kCopies) {
-      copy_inputs(row, part);  // first, so that no register keeps where they are from
+      copy_inputs(row, part);  // first, so that no register keeps their addresses
     }
     float product = 0.0F;
 #pragma unroll
@@ -291,7 +293,7 @@ inline void keep_derived(float (&d)[kFirstSums], const u32 (&d_values)[kHalfSums
   }
 }
 
-/// <dA, A> of all parts, and <dY, b2>: the gradient of a row's weight, by four lanes.
+/// <dA, A> of all parts plus <dY, b2>: the gradient of a row's weight, by four lanes.
 inline float weight_gradient(const GradientArguments& arguments, const Task& task,
                              const GradientRow& row) {
   float sum = 0.0F;
@@ -310,7 +312,7 @@ inline float weight_gradient(const GradientArguments& arguments, const Task& tas
   return sum_of_row(sum);
 }
 
-/// Takes rows of dX to their owners, and behind them their weights' gradients.
+/// Sends rows of dX to their owners, each followed by its weight's gradient.
 inline void return_results(const float (&d)[kSecondSums], const GradientArguments& arguments,
                            const Task& task, const Slot& slot, u32 part) {
   constexpr u32 kGroup = kOrderedRows / 2;
@@ -333,7 +335,7 @@ inline void return_results(const float (&d)[kSecondSums], const GradientArgument
   }
 }
 
-/// A warpgroup's 64 rows of a part; `word`: what the slot was given; `place`: which slot it is.
+/// Computes a warpgroup's 64 rows of a part; `word`: the slot's word; `place`: the slot's number.
 MOEOS_INLINED void compute_tile(const RankArguments& given, const Slot& slot, ReadyWord word,
                                 const Task& task, u32 group, u32 place, Shared& shared,
                                 RingPosition<kStages>& stage) {

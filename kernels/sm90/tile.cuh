@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A part of a tile, as a consumer warpgroup computes it: from the stages to memory.
 //
-// products.cuh says what is multiplied. May not know: where operands come from; who runs it.
+// products.cuh says what is multiplied. Must not depend on: where operands come from; the caller.
 #pragma once
 
 #include "kernels/sm90/block/block.cuh"
@@ -17,7 +17,7 @@
 
 namespace moeos::sm90 {
 
-/// Of a part whose rows and weights are codes.
+/// Computes a part whose rows and weights are quantized.
 template <const Product& kProduct>
 inline void compute_coded(const RankArguments& arguments, const Slot& slot, ReadyWord word,
                           const Task& task, u32 group, u32 place, Shared& shared,
@@ -36,7 +36,7 @@ inline void compute_coded(const RankArguments& arguments, const Slot& slot, Read
   finish_tile(d, task, slot, slot.word.part());
 }
 
-/// The same, with tokens as columns. By both warpgroups, also of a tile of 64 rows or fewer.
+/// compute_coded with tokens as columns. By both warpgroups, also for a tile of 64 rows or fewer.
 /// `kUsed`: whether a kernel has such parts.
 template <bool kUsed>
 inline void compute_columns(const RankArguments& arguments, const Slot& slot, ReadyWord word,
@@ -70,9 +70,9 @@ inline void compute_columns(const RankArguments& arguments, const Slot& slot, Re
   }
 }
 
-/// A warpgroup's 64 rows of a part: of a tile, of a wide tile that is cut into narrow parts, or of
-/// a narrow tile, of which there is one. `word`: what the slot was given;
-/// `place`: which slot it is.
+/// Computes a warpgroup's 64 rows of a part: of a tile, of a wide tile that is cut into narrow
+/// parts, or of a narrow tile, which has only one such group. `word`: the slot's word; `place`: the
+/// slot's number.
 MOEOS_INLINED void compute_tile(const RankArguments& arguments, const Slot& slot, ReadyWord word,
                                 const Task& task, u32 group, u32 place, Shared& shared,
                                 RingPosition<kStages>& stage) {
@@ -86,8 +86,8 @@ MOEOS_INLINED void compute_tile(const RankArguments& arguments, const Slot& slot
   const auto prepare = [&](Stage& of, u32 step) {
     row.decode(of, task, step);
     if constexpr (kGathers) {
-      // Rows that the load warp has copied: not by TMA, but wgmma reads them through the async
-      // proxy. The stage's barrier has acquired them, and the fence stands behind that.
+      // The load warp has copied these rows, not by TMA, but wgmma reads them through the async
+      // proxy. The stage's barrier has acquired them, and the fence comes after it.
       fence_proxy_async_shared();
     }
   };
@@ -105,7 +105,7 @@ MOEOS_INLINED void compute_tile(const RankArguments& arguments, const Slot& slot
       }
     }
   } else if (has_narrow_parts(task)) {
-    // The part is read again behind the products: no register is kept for it.
+    // The part is read again after the products: no register is kept for it.
     float d[kNarrowColumns / 2];
     if (is_in_warps(task)) {
       multiply_in_warps<kWeightsInRegisters>(d, arguments, task, word.part(), group, shared, stage);

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gradients of experts' weights, of all rows that a call of gradients kept: a launch of its own
-// behind the call, since no rank waits for another one here.
+// The gradients of experts' weights, from all rows that a gradient call kept: a launch of its own
+// after the call, since no rank waits for another one here.
 //
 //   gradient   left factor (its rows)      right factor (its columns)
 //   dW1        gradients of h, kept        x
 //   dW2        gradients of the output     activated values, kept
 //
-// Where weights are transposed, both factors change places, so a gradient lies as its weight does.
-// A product's depth is an expert's rows: both factors have columns next to each other, as tensor
-// cores take them. The first of the two in each line has been multiplied by the rows' weights, or
-// the second. A tile of a gradient has one block, which adds rows up in the order of sources, and
-// of a source in the order of its cell, in steps of 64. So bits depend neither on how rows were
-// packed into tiles nor on the number of blocks. May not know: queues, flags, tiles of the call.
+// Where weights are transposed, the factors are exchanged, so that a gradient lies as its weight
+// does. A product's depth is an expert's rows: both factors have adjacent columns, as tensor cores
+// take them. In each line one factor has been multiplied by the rows' weights. One block computes a
+// tile of a gradient and adds rows up in the order of sources, and for each source in the order of
+// its cell, in steps of 64. So bits depend neither on how rows were packed into tiles nor on the
+// number of blocks. Must not depend on: queues, flags, tiles of the call.
 #pragma once
 
 #include "kernels/sm90/block/backward_arguments.cuh"
@@ -36,9 +36,9 @@ inline constexpr u32 kTiles2 = ceil_div(kLeft2, kLeftColumns) * kTilesAcross2;
 
 /// A consumer warp's rows of a tile and 64 of their columns on their way to memory: a box.
 ///
-/// Row 8l + 2p + q lies at 8l + 4q + p, so that lanes with other rows meet other banks. The maps
+/// Row 8l + 2p + q lies at 8l + 4q + p, so that lanes with other rows use other banks. The maps
 /// have dimensions in that order: columns, p, q, l, and experts, or their halves. Rows of d_w1 are
-/// kept columns, so p is eight rows of the matrix, q one and l two (kept_column); of d_w2 they are
+/// kept columns, so p is eight rows of the matrix, q one and l two (kept_column); for d_w2 they are
 /// two, one and eight.
 inline constexpr u32 kGradientBoxBytes = kWarpRows * kSwizzleBytes;
 inline constexpr u32 kGradientBoxes = 2;  // of a warp
@@ -56,9 +56,9 @@ static_assert(sizeof(FactorShared) <= sizeof(Shared), "a launch has as much");
 /// A tile of a gradient, by its number.
 struct GradientTile {
   u32 expert;
-  bool second;  // of dW2
-  u32 left;     // its first row's column of the left factor
-  u32 right;    // and its first column of the right one
+  bool second;  // dW2's
+  u32 left;     // first column in the left factor
+  u32 right;    // first column in the right factor
 
   GradientTile(const GradientArguments& arguments, u32 number) {
     const u32 first = wants_first(arguments) ? kTiles1 : 0;
@@ -80,7 +80,8 @@ struct GradientTile {
   }
 };
 
-/// A source's rows of an expert: where the first lies among kept rows, and among those of `inputs`.
+/// A source's rows of an expert: the index of the first among kept rows, and among the rows of
+/// `inputs`.
 struct SourceRows {
   u32 count;
   u32 kept;
@@ -89,7 +90,7 @@ struct SourceRows {
 inline SourceRows rows_of(const GradientArguments& arguments, u32 expert, u32 source) {
   const u32* const starts = rank_memory(arguments).receive_starts(source);
   const u32 start = minimum(starts[expert], kKeptOfSource);
-  // Of a call that has failed, anything.
+  // In a call that has failed the count may be anything.
   const u32 count = minimum(starts[expert + 1] - start, kKeptOfSource - start);
   const u32 kept = source * kKeptOfSource + start;
   if constexpr (kCopies) {
@@ -98,7 +99,7 @@ inline SourceRows rows_of(const GradientArguments& arguments, u32 expert, u32 so
   const Layout layout(kGeometry, arguments.place);
   return {count, kept, count == 0 ? 0 : layout.row_index(source, layout.row(expert, 0, start))};
 }
-// Not unrolled: of a sum of two sources' steps the compiler makes minutes of work.
+// Not unrolled: the compiler takes minutes for a sum of two sources' steps.
 inline u32 steps_of_expert(const GradientArguments& arguments, u32 expert) {
   u32 steps = 0;
 #pragma unroll 1
@@ -108,7 +109,7 @@ inline u32 steps_of_expert(const GradientArguments& arguments, u32 expert) {
   return steps;
 }
 
-/// Calls visit(tile) for each tile that is this block's.
+/// Calls visit(tile) for each of this block's tiles.
 template <class Visit>
 inline void for_each_gradient(const GradientArguments& arguments, Visit visit) {
   const u32 all = arguments.experts * GradientTile::each_of(arguments);
@@ -117,7 +118,7 @@ inline void for_each_gradient(const GradientArguments& arguments, Visit visit) {
   }
 }
 
-/// The load warp: both factors of each step.
+/// The load warp: loads both factors of each step.
 inline void load_factors(const GradientArguments& arguments, FactorShared& shared) {
   const u32 lane = Machine::lane();
   RingPosition<kStages> at;
@@ -151,13 +152,13 @@ inline void load_factors(const GradientArguments& arguments, FactorShared& share
 static_assert(box_height(kCellBoxes, kCellBoxes - 2) == kDepthRows);
 static_assert((kLeftBoxes + kRightBoxes) * kColumnsBoxBytes == sizeof(Stage));
 
-/// Which of an expert's rows the next step has.
+/// The rows of an expert, step by step.
 class Depth {
  public:
   Depth(const GradientArguments& arguments, u32 expert) : arguments_(arguments), expert_(expert) {
     find();
   }
-  /// Rows of the step, of which there is one; goes on to the next one.
+  /// Returns the number of rows of the current step, which must exist, and goes on to the next.
   u32 take() {
     const u32 rows = minimum(kDepthRows, left_);
     left_ -= rows;
@@ -179,7 +180,7 @@ class Depth {
   u32 left_ = 0;  // of the source's rows
 };
 
-/// Makes zeros of what a stage has behind so many rows of both factors: rows of other experts. By
+/// Clears what a stage has after the first `rows` rows of both factors: rows of other experts. By
 /// all consumers.
 inline void clear_behind(Stage& stage, u32 rows) {
   constexpr u32 kVectors = kColumnsBoxBytes / sizeof(uint4);
@@ -195,7 +196,7 @@ inline void clear_behind(Stage& stage, u32 rows) {
   named_barrier(kConsumersBarrier, kConsumerThreads);
 }
 
-/// By which map a box of a gradient is stored, one of dW1 with values of this half.
+/// The map by which a box of a gradient is stored; a box of dW1 has values of half `half`.
 inline const TensorMap& map_of_stores(const GradientArguments& arguments, bool second, u32 half) {
   if constexpr (kUpGradientMaps) {
     if (!second && half != 0) {
@@ -204,13 +205,13 @@ inline const TensorMap& map_of_stores(const GradientArguments& arguments, bool s
   }
   return second ? arguments.gradients.d_w2 : arguments.gradients.d_w1;
 }
-/// Whether it is wanted: where gates and ups are two tensors, one of them may not be.
+/// Whether the box is wanted: where gates and ups are two tensors, one of them may not be.
 inline bool is_wanted(const GradientArguments& arguments, bool second, u32 half) {
   return kGateUp != GateUp::separate || second ||
          (half == 0 ? arguments.d_w1 : arguments.d_w3) != nullptr;
 }
 
-/// Stores a box of a transposed gradient. Its columns are all of one half, and of that half's map.
+/// Stores a box of a transposed gradient. Its columns are all in one half, and use that half's map.
 inline void store_of_half(const GradientArguments& arguments, bool second, const u8* box,
                           const u32 (&at)[5]) {
   const u32 half = second ? 0 : at[0] / kKeptColumns;
@@ -220,7 +221,7 @@ inline void store_of_half(const GradientArguments& arguments, bool second, const
   }
 }
 
-/// Stores a warp's rows of a tile by way of its boxes, whose bytes leave while the next tile's
+/// Stores a warp's rows of a tile through its boxes, whose bytes leave while the next tile's
 /// products are under way.
 inline void store_gradients(const float (&d)[kSecondSums], const GradientArguments& arguments,
                             const GradientTile& tile, FactorShared& shared) {
@@ -239,7 +240,7 @@ inline void store_gradients(const float (&d)[kSecondSums], const GradientArgumen
     at[4] = kUpGradientMaps ? tile.expert : tile.expert * kHalves + half;
   }
   auto& boxes = shared.boxes[threadIdx.x / 32 - kFirstConsumerWarp];
-  const u32 place = lane / 4 % 2 * 4 + lane / 8;  // of this lane's row, of eight
+  const u32 place = lane / 4 % 2 * 4 + lane / 8;  // of this lane's row, among eight
 #pragma unroll
   for (u32 box = 0; box < kRightBoxes; ++box) {
     u8* const to = boxes[box % kGradientBoxes];
@@ -250,7 +251,7 @@ inline void store_gradients(const float (&d)[kSecondSums], const GradientArgumen
 #pragma unroll
     for (u32 lower = 0; lower < 2; ++lower) {
       u8* const to_row = to + (8 * lower + place) * kSwizzleBytes;
-      // TMA finds 16 bytes of a row at their number, exclusive or the row's.
+      // TMA finds 16 bytes of a row at their number, exclusive-or the row's.
 #pragma unroll
       for (u32 k = 0; k < kBoxSums / 4; ++k) {
         const u32 i = box * kBoxSums + 4 * k + 2 * lower;
@@ -258,8 +259,8 @@ inline void store_gradients(const float (&d)[kSecondSums], const GradientArgumen
           *reinterpret_cast<u32*>(to_row + (k ^ place) * 16 + lane % 4 * 4) =
               Element::pack(d[i], d[i + 1]);
         } else if (k % 4 == 0) {
-          // Kept columns lie in the order of accumulators: what a thread has of four eights is
-          // eight columns already.
+          // Kept columns lie in the order of accumulators: a thread's values in four eights are
+          // eight consecutive columns.
           *reinterpret_cast<uint4*>(to_row + ((k + lane % 4) ^ place) * 16) =
               make_uint4(Element::pack(d[i], d[i + 1]), Element::pack(d[i + 4], d[i + 5]),
                          Element::pack(d[i + 8], d[i + 9]), Element::pack(d[i + 12], d[i + 13]));
@@ -282,7 +283,7 @@ inline void store_gradients(const float (&d)[kSecondSums], const GradientArgumen
   }
 }
 
-/// The consumers: each tile's products, and its way to memory.
+/// The consumers: compute each tile's products and store them.
 inline void multiply_factors(const GradientArguments& arguments, FactorShared& shared) {
   const u32 group = (threadIdx.x / 32 - kFirstConsumerWarp) / 4;
   RingPosition<kStages> stage;
@@ -310,7 +311,7 @@ inline void multiply_factors(const GradientArguments& arguments, FactorShared& s
   wait_until_stored();
 }
 
-/// The biases' gradients: sums of an expert's rows, in their order. A thread a column, by all
+/// The biases' gradients: sums of an expert's rows, in their order. One thread a column, by all
 /// consumers.
 inline void add_biases(const GradientArguments& arguments) {
   const auto add = [&](u8* to, u32 expert, u32 column, auto value) {

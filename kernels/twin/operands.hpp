@@ -9,7 +9,7 @@
 #include "kernels/shape.hpp"
 #include "kernels/twin/element.hpp"
 #include "kernels/twin/gemm.hpp"
-#include "runtime/words/geometry.hpp"
+#include "runtime/words/dimensions.hpp"
 
 namespace moeos::twin {
 
@@ -85,21 +85,22 @@ static_assert(kGatedColumns % kHiddenGroup == 0 && kPlainColumns % kHiddenGroup 
 /// Sized for the largest task at construction; never grows.
 class Scratch {
  public:
-  Scratch(const Geometry& geometry, const LayerShape& shape)
-      : panels(allocate(panel_floats(maximum(
-                            shape.hidden, maximum(shape.intermediate, shape.shared_intermediate))) *
-                        ceil_div(maximum(geometry.tile_rows, geometry.route_tokens), kPanelRows))),
-        results(allocate(std::size_t{maximum(geometry.tile_rows, geometry.route_tokens)} *
-                         result_columns(geometry, shape))),
+  Scratch(const Dimensions& dimensions, const LayerShape& shape)
+      : panels(
+            allocate(panel_floats(maximum(shape.hidden,
+                                          maximum(shape.intermediate, shape.shared_intermediate))) *
+                     ceil_div(maximum(dimensions.tile_rows, dimensions.route_tokens), kPanelRows))),
+        results(allocate(std::size_t{maximum(dimensions.tile_rows, dimensions.route_tokens)} *
+                         result_columns(dimensions, shape))),
         more_results(allocate(
-            shape.shared_experts > 1 ? std::size_t{geometry.tile_rows} * kPlainColumns : 0)),
+            shape.shared_experts > 1 ? std::size_t{dimensions.tile_rows} * kPlainColumns : 0)),
         last_gate_rows(allocate(std::size_t{kGemmGranule} * shape.hidden)),
-        scores(allocate(geometry.routed_experts() + shape.zero_experts)),
-        choice(allocate(geometry.routed_experts() + shape.zero_experts)),
-        row(allocate(maximum(shape.hidden, geometry.routed_experts()))),
+        scores(allocate(dimensions.routed_experts() + shape.zero_experts)),
+        choice(allocate(dimensions.routed_experts() + shape.zero_experts)),
+        row(allocate(maximum(shape.hidden, dimensions.routed_experts()))),
         token(shape.fp32_router ? std::make_unique<double[]>(shape.hidden) : nullptr),
         tokens(std::make_unique<u8[]>(std::size_t{kPanelRows} *
-                                      maximum(geometry.row_bytes, geometry.hidden_bytes))) {}
+                                      maximum(dimensions.row_bytes, dimensions.hidden_bytes))) {}
 
   struct Free {
     void operator()(float* memory) const { ::operator delete[](memory, std::align_val_t{64}); }
@@ -122,8 +123,9 @@ class Scratch {
   }
 
  private:
-  static u32 result_columns(const Geometry& geometry, const LayerShape& shape) {
-    const u32 router_rows = align_up(geometry.routed_experts() + shape.zero_experts, kGemmGranule);
+  static u32 result_columns(const Dimensions& dimensions, const LayerShape& shape) {
+    const u32 router_rows =
+        align_up(dimensions.routed_experts() + shape.zero_experts, kGemmGranule);
     return maximum(2 * kGatedColumns, maximum(kPlainColumns, router_rows));
   }
 };

@@ -15,21 +15,21 @@
 #include "kernels/twin/operands.hpp"
 #include "runtime/memory/memory.hpp"
 #include "runtime/memory/placement.hpp"
-#include "runtime/words/geometry.hpp"
+#include "runtime/words/dimensions.hpp"
 
 namespace moeos::twin {
 
 class Router {
  public:
-  Router(const Geometry& geometry, const LayerShape& shape, const Operands& operands,
+  Router(const Dimensions& dimensions, const LayerShape& shape, const Operands& operands,
          const RankMemory& memory, u32 rank, Scratch& scratch)
-      : geometry_(geometry),
+      : dimensions_(dimensions),
         shape_(shape),
         operands_(operands),
         memory_(memory),
         rank_(rank),
         scratch_(scratch),
-        rows_(geometry.routed_experts() + shape.zero_experts) {}
+        rows_(dimensions.routed_experts() + shape.zero_experts) {}
 
   /// Writes pair_expert and pair_weight of tokens [first, end). Returns the first token whose
   /// logits are not all finite (its pairs are then not written), or kNone.
@@ -55,9 +55,9 @@ class Router {
       }
       score(logits, scratch_.scores.get());
       if (operands_.topk_ids == nullptr) {
-        choose(logits, token * geometry_.top_k);
+        choose(logits, token * dimensions_.top_k);
       }
-      weigh(logits, token * geometry_.top_k);
+      weigh(logits, token * dimensions_.top_k);
     }
     return kNone;
   }
@@ -68,15 +68,15 @@ class Router {
   u32 logit_stride() const { return align_up(rows_, kGemmGranule); }
 
   void copy_given(u32 first, u32 end) {
-    for (u32 pair = first * geometry_.top_k; pair < end * geometry_.top_k; ++pair) {
-      const u32 choice = pair / geometry_.pairs_of_choice();
+    for (u32 pair = first * dimensions_.top_k; pair < end * dimensions_.top_k; ++pair) {
+      const u32 choice = pair / dimensions_.pairs_of_choice();
       const i32 expert = operands_.topk_ids[choice];
       memory_.pair_expert[pair] = expert < 0 ? kNone : static_cast<u32>(expert);
       memory_.pair_weight[pair] =
           expert < 0 || operands_.topk_weights == nullptr ? 0.0F : operands_.topk_weights[choice];
     }
     if (operands_.topk_weights != nullptr) {
-      place_pairs(first * geometry_.top_k, end * geometry_.top_k);
+      place_pairs(first * dimensions_.top_k, end * dimensions_.top_k);
     }
   }
 
@@ -85,7 +85,7 @@ class Router {
   void place_pairs(u32 first_pair, u32 end_pair) {
     for (u32 pair = first_pair; pair < end_pair; ++pair) {
       u32& expert = memory_.pair_expert[pair];
-      expert = place_of_pair(geometry_, memory_, rank_, pair, expert);
+      expert = place_of_pair(dimensions_, memory_, rank_, pair, expert);
     }
   }
 
@@ -174,8 +174,8 @@ class Router {
     if (shape_.expert_groups > 1) {
       exclude_groups(choice);
     }
-    const u32 pairs = geometry_.pairs_of_choice();
-    for (u32 j = 0; j < geometry_.choices(); ++j) {
+    const u32 pairs = dimensions_.pairs_of_choice();
+    for (u32 j = 0; j < dimensions_.choices(); ++j) {
       const u32 best = best_of(choice, rows_);
       choice[best] = kExcluded;
       std::fill_n(memory_.pair_expert + first_pair + j * pairs, pairs, best);
@@ -187,20 +187,20 @@ class Router {
     const float* scores = scratch_.scores.get();
     const u32* experts = memory_.pair_expert + first_pair;
     float* weights = memory_.pair_weight + first_pair;
-    const u32 pairs = geometry_.pairs_of_choice();
+    const u32 pairs = dimensions_.pairs_of_choice();
     float top = kExcluded;
-    for (u32 j = 0; j < geometry_.top_k; j += pairs) {
+    for (u32 j = 0; j < dimensions_.top_k; j += pairs) {
       top = experts[j] == kNone ? top : maximum(top, logits[experts[j]]);
     }
     float sum = 0.0F;
-    for (u32 j = 0; j < geometry_.top_k; j += pairs) {
+    for (u32 j = 0; j < dimensions_.top_k; j += pairs) {
       weights[j] = experts[j] == kNone  ? 0.0F
                    : shape_.renormalize ? share(logits[experts[j]], top)
                                         : scores[experts[j]];
       sum += weights[j];
     }
     const float part = shape_.renormalize && sum > 0.0F ? 1.0F / sum : 1.0F;  // 0: no pair is used
-    for (u32 j = 0; j < geometry_.top_k; j += pairs) {
+    for (u32 j = 0; j < dimensions_.top_k; j += pairs) {
       if (experts[j] != kNone) {
         weights[j] = weights[j] * part * shape_.routed_scaling * scale_of(experts[j]);
       }
@@ -211,7 +211,7 @@ class Router {
         operands_.chosen_weights[choice] = weights[j];
       }
     }
-    place_pairs(first_pair, first_pair + geometry_.top_k);
+    place_pairs(first_pair, first_pair + dimensions_.top_k);
   }
 
   /// A score of a token in proportion to its others, `top` being the largest logit among them. The
@@ -278,7 +278,7 @@ class Router {
 
   /// Keeps the top_groups groups with the highest scores.
   void exclude_groups(float* choice) {
-    const u32 size = geometry_.routed_experts() / shape_.expert_groups;
+    const u32 size = dimensions_.routed_experts() / shape_.expert_groups;
     float* group_scores = scratch_.row.get();
     for (u32 g = 0; g < shape_.expert_groups; ++g) {
       float first = kExcluded;
@@ -297,14 +297,14 @@ class Router {
     for (u32 kept = 0; kept < shape_.top_groups; ++kept) {
       group_scores[best_of(group_scores, shape_.expert_groups)] = kExcluded;
     }
-    for (u32 e = 0; e < geometry_.routed_experts(); ++e) {
+    for (u32 e = 0; e < dimensions_.routed_experts(); ++e) {
       if (group_scores[e / size] != kExcluded) {
         choice[e] = kExcluded;
       }
     }
   }
 
-  const Geometry& geometry_;
+  const Dimensions& dimensions_;
   const LayerShape& shape_;
   const Operands& operands_;
   const RankMemory& memory_;

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// The subscriber of chunk flags: arrived rows become row tiles (tile_plan.hpp), which it posts to
-// the scheduler. Most calls are planned up front instead (Geometry::plans_up_front): when the
-// counts of all sources are here, all tiles are made and handed out at once, and processors wait
-// for rows themselves (inputs.hpp). Of few rows, or of a rank alone, they find all parts of tiles
-// (counted_rows.hpp). If a rank is late, tiles are made as rows arrive, and the rest when its
-// counts are here.
+// The subscriber of chunk flags: makes row tiles of arrived rows (tile_plan.hpp) and posts them to
+// the scheduler. Most calls are planned up front instead (static schedule,
+// Geometry::plans_up_front): when the counts of all sources are here, this actor makes all tiles
+// and hands them out at once, and processors wait for the rows themselves (inputs.hpp). When a call
+// has few rows, or a rank is alone, processors find all parts of tiles themselves
+// (counted_rows.hpp). If a rank is late, this actor makes tiles as rows arrive (dynamic schedule),
+// and the rest when the late rank's counts are here.
 //
 // One of the warps of Algorithm 2 that watch what peers write: step() looks once at its words and
-// returns whether anything was new, and answer() says what it still waits for. May not know: what a
-// task computes.
+// returns whether anything was new, and answer() says what it still waits for. Must not depend on:
+// what a task computes.
 #pragma once
 
 #include "runtime/health/grace_time.hpp"
@@ -35,18 +36,20 @@ class ArrivalsSubscriber {
   /// Shorter would split tiles that are about to fill; longer would leave processors idle for a
   /// straggler's rows.
   static constexpr u64 kPatienceNs = 20'000;
-  /// The same when all counts are here: then nobody is late, and what is missing is under way. A
-  /// tile that is split reads its weights twice, which costs as much as a long wait.
+  /// As kPatienceNs, when all counts are here: then no rank is late, and the missing rows are under
+  /// way. A tile that is split reads its weights twice, which costs as much as a long wait.
   static constexpr u64 kPatienceUnderWayNs = 200'000;
-  /// How long a call that may be planned up front waits for counts of ranks that are late, once
-  /// this one is routed, before tiles are made of rows that are here. Processors idle meanwhile,
-  /// but with tiles that are made so the rest takes longer: with a rank that was 16 us late, a call
-  /// of 371 us took 457 us without patience, and 385 us with it.
+  /// How long a call that may be planned up front waits for the counts of late ranks, once this
+  /// rank is routed, before tiles are made of the rows that are here. Processors idle meanwhile,
+  /// but tiles made so make the rest take longer: with a rank that was 16 us late, a call of 371 us
+  /// took 457 us without patience, and 385 us with it.
   static constexpr u64 kCountsPatienceNs = 24'000;
-  /// And never more than such a share of the deadline: one expert after the other is packed so.
+  /// Patience is at most this share of the deadline, because experts are packed one after the
+  /// other.
   static constexpr u32 kPatiencesOfDeadline = 32;
-  /// Then one expert's are. Each time that processors have nothing to do again and nothing has
-  /// arrived, so many times as many: a rank that is that late is not about to fill a tile.
+  /// At first the remainders of one expert are packed. Each time that processors have nothing to do
+  /// again and nothing has arrived, the number of experts grows by this factor: a rank that is that
+  /// late is not about to fill a tile.
   static constexpr u32 kPackGrowth = 4;
 
   ArrivalsSubscriber(const Rank<P>& rank, const Call& call)
@@ -109,9 +112,10 @@ class ArrivalsSubscriber {
     return news || planned;
   }
 
-  /// Missing is the first chunk that was announced and has not come. One that has come, and that
-  /// our couriers have not completed, is no peer's fault. Nor may one be that a peer cannot send,
-  /// because a third rank is late: then that peer will say so, or our own couriers' wait does.
+  /// Missing is the first chunk that was announced and has not come. A chunk that has come, but
+  /// that our couriers have not completed, is no peer's fault. A chunk that a peer cannot send
+  /// because a third rank is late may not be the peer's fault either: then that peer will say so,
+  /// or our own couriers' wait does.
   Answer answer(Failure& failure) {
     const Answer rows = flags_.answer(
         [this](u32 source, u32 rows) { return !in_place_ && !rank_.deduplicates(source, rows); },
@@ -122,7 +126,7 @@ class ArrivalsSubscriber {
 
  private:
   /// As soon as all counts are here: makes all tiles, or those that are left, and hands them out,
-  /// if it is a call for that; then true.
+  /// if the call is to be planned up front; returns whether it has.
   bool plan_up_front() {
     const Geometry& geometry = rank_.geometry();
     bool missing = false;
@@ -150,7 +154,7 @@ class ArrivalsSubscriber {
       if (counts == Counts::here) {
         return reserve_slots(plan);
       }
-      // All counts have come, and whoever sees them says the same of them.
+      // All counts have come, and every actor that sees them reaches the same answer.
       if (counts == Counts::missing || !may_make_tiles()) {
         Failure failure = failure_of(rank_, call_, FailureKind::count_damaged, Actor::subscriber);
         plan.rows().name_damaged(failure);
@@ -183,8 +187,9 @@ class ArrivalsSubscriber {
         MOEOS_PLANTED(tiles_are_made_of_what_processors_plan)) {
       return true;
     }
-    // Relaxed: it publishes nothing and acquires nothing. Of it and of what processors exchange for
-    // their own answer (Processor::find_few) one comes first, and the other then sees that one.
+    // Relaxed: it publishes nothing and acquires nothing. Either this exchange comes first or the
+    // one that processors make for their own answer (Processor::find_few), and the later one sees
+    // the earlier one.
     const u32 before = by_one_lane<P>([this] {
       return P::template compare_exchange_relaxed<Scope::device>(
           &rank_.memory.call(call_.epoch).found_by.value, static_cast<u32>(FoundBy::nobody),
@@ -195,7 +200,7 @@ class ArrivalsSubscriber {
   }
 
   /// Reserves the slots of the ready ring that stand for the parts that processors find themselves,
-  /// before anybody else takes any. Of a plan whose counts are here.
+  /// before another actor takes any. Requires that the counts of `plan` are here.
   template <class Rows>
   bool reserve_slots(Plan<P, Rows>& plan) {
     plan.make();
@@ -207,7 +212,7 @@ class ArrivalsSubscriber {
     return true;
   }
 
-  /// Behind the words of its parts, for which others wait.
+  /// Comes after the words of the tile's parts, for which others wait.
   void note_first_tile() const {
     if (posted_ == 0 && P::lane() == 0) {
       rank_.memory.record->first_tile_ns = P::now_ns();
@@ -232,12 +237,12 @@ class ArrivalsSubscriber {
   /// What the counts say of a call.
   struct Shape {
     bool up_front;  // it is planned up front (Geometry::plans_up_front)
-    u32 tiles;      // about: of many sources an expert may have one or two more
+    u32 tiles;      // estimate: with many sources an expert may have one or two more
   };
-  /// Of a call with rows.
+  /// Requires that the call has rows.
   Shape look_at_shape() const {
     const Geometry& geometry = rank_.geometry();
-    u32 most = 0;  // rows of an expert, of this lane's
+    u32 most = 0;  // rows of an expert, among this lane's
     u32 tiles = 0;
     for (u32 first = 0; first < geometry.local_experts(); first += P::kLanes) {
       const bool there = first + P::lane() < geometry.local_experts();
@@ -255,10 +260,10 @@ class ArrivalsSubscriber {
     return {geometry.plans_up_front(few_rows, tiles), tiles};
   }
 
-  /// Whether the Combine of tokens that sent no row has its slots, if somebody hands it out. All
-  /// other sums wait for what it counts, so it must not stand behind all products.
+  /// Whether the Combine of tokens that sent no row has its slots, if an actor hands it out. All
+  /// other sums wait for what it counts, so it must not come after all products.
   bool unsent_handed_out() const {
-    // Those are the first slots behind the known parts' that anybody takes, unless tiles have been
+    // Its slots are the first after the known parts' that any actor takes, unless tiles have been
     // made. Relaxed: a number, by whose changes slots have their order.
     return !combines_unsent(call_) || rank_.geometry().may_await(call_.tokens) ||
            own_unsent_parts(rank_.geometry(), call_) != 0 ||
@@ -266,8 +271,8 @@ class ArrivalsSubscriber {
                known_parts(rank_.geometry(), call_);
   }
 
-  /// Whether a source has more rows for this rank than places: it waits for what is computed of the
-  /// first ones, so no processor may wait for the last ones.
+  /// Whether a source has more rows for this rank than its cell has slots: the source waits for the
+  /// results of the first rows, so no processor may wait for the last ones.
   bool some_overflow() const {
     bool some = false;
     for (u32 source = P::lane(); source < rank_.geometry().world; source += P::kLanes) {
@@ -287,18 +292,17 @@ class ArrivalsSubscriber {
   /// Tiles of a wave, of which each has a lane.
   static constexpr u32 kWave = minimum(Geometry::kWave, P::kLanes);
 
-  /// Hands out all parts of all tiles from `begin` on, behind a fence of each lane: waves of first
-  /// products, and between them, some waves later, their second ones. So a part waits for none
-  /// behind it, and not long for those before it; and results go over the links all the time. But
-  /// where second parts are longer than first ones, and so links have little to do, all of them go
-  /// last: the end of a call is then all processors', which took up to 4.5 % off large calls of
+  /// Hands out all parts of all tiles from `begin` on, after a fence of each lane: waves of GEMM0
+  /// and, some waves later, the same tiles' GEMM1 between them. So a part waits for none that comes
+  /// after it, and not long for those before it, and results use the links all the time. But where
+  /// GEMM1's parts are longer than GEMM0's, so that links have little to do, all of GEMM1 goes
+  /// last: then all processors share the end of a call, which took up to 4.5 % off large calls of
   /// such layers.
   void hand_out_waves(u32 begin) const {
     const Geometry& geometry = rank_.geometry();
     const u32 end = plan_.tiles();
     const bool last = geometry.second_parts_are_longer();
-    // Two first parts for each processor are then between a tile's first product and its second
-    // one.
+    // So two GEMM0 parts for each processor lie between a tile's GEMM0 and its GEMM1.
     const u32 lag =
         last ? align_up(end - begin, kWave)
              : align_up(ceil_div(2 * geometry.processors, geometry.product0_parts), kWave);
@@ -311,8 +315,8 @@ class ArrivalsSubscriber {
     }
   }
 
-  /// Hands out one product's parts of a wave; those of tiles of a large expert by turns, as the
-  /// scheduler does (scheduler.hpp).
+  /// Hands out one product's parts of a wave; the parts of a large expert's tiles alternate between
+  /// the tiles, as in the scheduler (scheduler.hpp).
   void hand_out_wave(TaskKind kind, u32 first) const {
     const Geometry& geometry = rank_.geometry();
     const u32 tiles = plan_.tiles();
@@ -332,10 +336,10 @@ class ArrivalsSubscriber {
     hand_out(half_width ? word.cut_in_halves() : word, parts, ends, left, together);
   }
 
-  /// Hands out all parts of `tiles` tiles, behind a fence of each lane. Lane i has the i-th one's
-  /// word and parts; `ends`: the sum of these up to its own; `together`, of large experts: which
-  /// lanes, neighbours, have tiles with which its own has turns, the first part of each, then the
-  /// second.
+  /// Hands out all parts of `tiles` tiles, after a fence of each lane. Lane i has the word and the
+  /// number of parts of the i-th tile; `ends`: the sum of these numbers up to and including its
+  /// own; `together`, for large experts: the neighbouring lanes whose tiles take turns with this
+  /// lane's tile, the first part of each, then the second.
   void hand_out(ReadyWord word, u32 parts, u32 ends, u32 tiles, u32 together) const {
     const u32 all = P::broadcast(ends, tiles - 1);
     const u32 first = take_ring_slots(rank_, call_, Actor::subscriber, all);
@@ -358,7 +362,7 @@ class ArrivalsSubscriber {
     }
   }
 
-  /// Tells the scheduler and the returns subscribers, once.
+  /// Announces to the scheduler and to the returns subscribers, once, how the call is planned.
   void decide(Planned planned) {
     if (planned_ != Planned::unknown) {
       return;
@@ -367,14 +371,14 @@ class ArrivalsSubscriber {
     P::sync_lanes();  // all slots above have been taken
     if (P::lane() == 0) {
       // Publishes that the slots above have been taken to the scheduler and to the returns
-      // subscribers, which acquire this word: what these hand out lies behind.
+      // subscribers, which acquire this word: the slots that these take come after them.
       P::template store_release<Scope::block>(rank_.os.planned, static_cast<u32>(planned));
     }
   }
 
-  /// Whether to wait for counts, with which the call would be planned up front: for our own, which
-  /// come when this rank is routed (no wait without a deadline: a step without progress is what the
-  /// watch ends), and for others' not longer than it is worth.
+  /// Whether to wait for counts with which the call would be planned up front: for our own, which
+  /// come when this rank is routed (no wait without a deadline: the watch ends steps without
+  /// progress), and for others' only as long as it pays.
   bool counts_may_come() {
     // Relaxed: nothing is read because of it.
     if (agreed<P>(P::template load_relaxed<Scope::block>(&rank_.os.counts_known[rank_.rank])) !=
@@ -387,7 +391,7 @@ class ArrivalsSubscriber {
            minimum(kCountsPatienceNs, rank_.deadline_ns / kPatiencesOfDeadline);
   }
 
-  /// Of how many experts incomplete remainders are to be packed now, because processors idle.
+  /// How many experts' incomplete remainders to pack now, because processors idle.
   u32 experts_to_pack(u32 wanted) {
     // The scheduler publishes one part ahead for each processor: if it wants more, some wait.
     if (wanted <= rank_.geometry().processors) {
@@ -398,8 +402,8 @@ class ArrivalsSubscriber {
     if (starving_since_ == 0) {
       starving_since_ = now;
     }
-    // Packing counts as progress, so it must not go on for long beside a deadline: other ranks wait
-    // for news of us as long as theirs and a little more (grace_time.hpp).
+    // Packing counts as progress, so it must not go on for long compared with a deadline: other
+    // ranks wait for our news for as long as their deadline and a little more (grace_time.hpp).
     const u64 under_way = minimum(kPatienceUnderWayNs, rank_.deadline_ns / kPatiencesOfDeadline);
     if (now - starving_since_ < (flags_.all_watched() ? under_way : kPatienceNs)) {
       return 0;
@@ -438,9 +442,9 @@ class ArrivalsSubscriber {
   TilePlan<P> plan_;
   ChunkFlags<P> flags_;
   bool in_place_;                       // no rows come
-  Planned planned_ = Planned::unknown;  // what others have been told
+  Planned planned_ = Planned::unknown;  // what has been announced
   Left left_ = Left::open;
-  bool makes_tiles_ = false;  // it is decided that this subscriber does
+  bool makes_tiles_ = false;  // it is decided that this subscriber makes tiles
   u32 posted_ = 0;            // tiles
   bool news_ = false;         // rows have come since tiles were made
   GraceTime<P> grace_time_;

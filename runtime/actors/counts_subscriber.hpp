@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The subscriber of row counts: where each source's rows start, and the bound on this call's rows;
-// and of which call each source makes, which must be ours.
+// The subscriber of row counts: finds where each source's rows start and the bound on this call's
+// rows, and checks that each source makes the call that this rank makes.
 //
 // One of the warps of Algorithm 2 that watch what peers write: step() looks once at its words and
-// returns whether anything was new, and answer() says what it still waits for. May not know: flags,
-// tiles.
+// returns whether anything was new, and answer() says what it still waits for. Must not depend on:
+// flags, tiles.
 #pragma once
 
 #include "runtime/health/grace_time.hpp"
@@ -29,19 +29,19 @@ class CountsSubscriber {
     tell_all();
     bool progress = false;
     SoFar source;
-    // A group of sources has its turn in each step. The word is asked for with the counts.
+    // Each step looks at the calls of one group of sources. That word is asked for with the counts.
     const u32 group = P::kLanes * group_;
     group_ = group + P::kLanes < geometry.world ? group_ + 1 : 0;
     const u64 said =
         says_calls() && group + P::lane() < geometry.world ? look_at_call(group + P::lane()) : 0;
-    // Relaxed: a number to be reported. Asked for with the counts: behind them, it would be waited
-    // for before the word that publishes them.
+    // Relaxed: a number to be reported. Asked for with the counts: after them, the load would be
+    // waited for before the word that publishes them.
     const u32 returned = P::template load_relaxed<Scope::device>(
         &rank_.memory.call(call_.epoch).rows_returned.value);
     const u32 all = geometry.world * strips();
     for (u32 first = 0; first < all; first += kLooks) {
-      // Asked for together, those of sources that are known among them: one round trip, however
-      // many sources there are.
+      // Asked for together, known sources' counts included: one round trip, however many sources
+      // there are.
       u64 words[kLooks];
 #pragma unroll
       for (u32 i = 0; i < kLooks; ++i) {
@@ -56,7 +56,7 @@ class CountsSubscriber {
       for (u32 i = 0; i < minimum(kLooks, all - first); ++i) {
         u64 word = words[0];
 #pragma unroll
-        for (u32 n = 1; n < kLooks; ++n) {  // so that nothing is indexed
+        for (u32 n = 1; n < kLooks; ++n) {  // the loop avoids a dynamic index
           word = i == n ? words[n] : word;
         }
         const u32 strip = first + i;
@@ -69,8 +69,8 @@ class CountsSubscriber {
   }
 
   /// By one lane. A rank that has not made this call may wait in the call before: for results
-  /// (ReturnsSubscriber::answer); or, if several have not, for counts of one that is late. Of two
-  /// ranks there is nobody else.
+  /// (ReturnsSubscriber::answer) or, if several have not, for the counts of a late one. Where two
+  /// ranks are the whole world, there is no third rank to wait for.
   Answer answer(Failure& failure) {
     const Geometry& geometry = rank_.geometry();
     bool all_wait = true;
@@ -81,28 +81,29 @@ class CountsSubscriber {
   }
 
  private:
-  /// Within these a rank names whom it awaits in its sums (SumsSubscriber::answer).
+  /// Within this many links a rank names the rank that it awaits in its sums
+  /// (SumsSubscriber::answer).
   static constexpr u32 kLinksOfSums = 7;
 
   /// Whether a rank that has not made our call waits in the one before for another slice: it will
-  /// name that one.
+  /// name that slice.
   bool waits(u32 source) const {
     if (!rank_.geometry().sliced()) {
       return false;
     }
-    // As a count: it publishes nothing but itself.
+    // Relaxed, as for a count: it publishes nothing but itself.
     const u64 word = open(P::template load_relaxed<Scope::system>(
         reinterpret_cast<const u64*>(rank_.platform.peer(source) + rank_.layout.awaits())));
     return static_cast<u32>(word >> 32) == call_.epoch - 1;
   }
 
-  /// How many ranks' counts have not come, and the first count that has not, of a rank that does
-  /// not wait itself, if there is one; else all of them do.
+  /// Returns how many ranks' counts have not come, and describes the first missing count: of a rank
+  /// that does not wait itself, if there is one. Otherwise all of them wait.
   u32 missing(Failure& failure, bool& all_wait) const {
     const Geometry& geometry = rank_.geometry();
     u32 late = 0;
     for (u32 source = 0; source < geometry.world; ++source) {
-      // Its call's word stands for the first count: neither comes without the other.
+      // The word of the source's call stands for the first count: neither comes without the other.
       const u64 call = says_calls() ? look_at_call(source) : u64{call_.epoch} << 32;
       for (u32 expert = 0; expert < geometry.local_experts(); ++expert) {
         const u64 word = expert == 0 && call >> 32 != call_.epoch ? call : look(source, expert);
@@ -125,11 +126,11 @@ class CountsSubscriber {
     return late;
   }
 
-  /// Whether ranks tell each other which call they make: not a rank alone.
+  /// Whether ranks announce to each other which call they make: not a rank alone.
   bool says_calls() const { return rank_.geometry().world > 1; }
 
-  /// Before the first look, so that a peer which makes another call learns of it as early as it
-  /// can: its counts of that call may go where we never look.
+  /// Announces this call before the first look, so that a peer that makes another call learns of it
+  /// as early as possible: its counts of that call may go where this rank never looks.
   void tell_all() {
     if (told_) {
       return;
@@ -142,14 +143,15 @@ class CountsSubscriber {
   }
 
   u64 look_at_call(u32 source) const {
-    // As a count: it publishes nothing but itself.
+    // Relaxed, as for a count: it publishes nothing but itself.
     return open(P::template load_relaxed<Scope::system>(
         rank_.template here<u64>(rank_.layout.call_of(call_.epoch, rank_.everywhere(source)))));
   }
 
-  /// Notes which sources of a group, one a lane, make our call; one that makes another ends it.
+  /// Notes which sources of a group, one a lane, make our call; a source that makes another ends
+  /// it.
   void compare_calls(u32 group, u64 said) {
-    P::sync_lanes();  // behind every lane's look at these words in the step before (decode)
+    P::sync_lanes();  // after every lane's look at these words in the step before (decode)
     const u32 source = group + P::lane();
     const u32 epoch = static_cast<u32>(said >> 32);
     if (said != 0 && epoch >= call_.epoch) {
@@ -161,7 +163,7 @@ class CountsSubscriber {
         failure.peer = source;
         failure.expected = call_.identity;
         failure.seen = identity;
-        if (epoch > call_.epoch) {  // nobody can be so far ahead
+        if (epoch > call_.epoch) {  // no rank can be that far ahead
           failure.kind = FailureKind::count_damaged;
           failure.seen = said;
         }
@@ -180,10 +182,10 @@ class CountsSubscriber {
   /// Counts that a lane asks for at once.
   static constexpr u32 kLooks = 8;
 
-  /// A source's counts are looked at in strips, of which each lane has one; those of all sources
+  /// A source's counts are looked at in strips of one count a lane; the strips of all sources
   /// follow each other.
   u32 strips() const { return ceil_div(rank_.geometry().local_experts(), P::kLanes); }
-  /// The expert of this lane in a strip, if there is such a one.
+  /// The expert of this lane in a strip, if there is one.
   u32 expert_in(u32 strip) const { return strip % strips() * P::kLanes + P::lane(); }
 
   /// What the strips of a source have said so far.
@@ -192,8 +194,8 @@ class CountsSubscriber {
     u32 rows = 0;        // of all experts
   };
 
-  /// Reads a strip, in which this lane's count is `word`; true if it is a source's last one, and
-  /// all of its counts are here.
+  /// Reads a strip, in which this lane's count is `word`; true if it is a source's last strip and
+  /// all of the source's counts are here.
   bool decode(u32 strip, u64 word, SoFar& so_far) {
     const Geometry& geometry = rank_.geometry();
     const u32 source = strip / strips();
@@ -210,7 +212,7 @@ class CountsSubscriber {
     const bool there = expert < geometry.local_experts();
     const u32 epoch = static_cast<u32>(word >> 32);
     if (P::ballot(there && epoch != call_.epoch) != 0) {
-      if (there && epoch > call_.epoch) {  // nobody can be so far ahead
+      if (there && epoch > call_.epoch) {  // no rank can be that far ahead
         reject(FailureKind::count_damaged, source, expert, word);
       }
       return false;
@@ -231,7 +233,7 @@ class CountsSubscriber {
     return strip % strips() == strips() - 1;
   }
 
-  /// Makes a source known that has been read and sends us so many rows; false if these are too
+  /// Makes a source known whose counts have been read and sum to `rows`; false if these are too
   /// many. `returned`: rows of all sources whose results have left.
   bool finish(u32 source, u32 rows, u32 returned) {
     const Geometry& geometry = rank_.geometry();

@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dispatch: the actor that takes this rank's rows to the ranks of their experts, and makes chunks
-// whole whose tokens came once.
+// Dispatch: the actor that takes this rank's rows to the ranks of their experts, and completes the
+// chunks of sources that send each token once.
 //
 // Rows leave as soon as routing is finished, and nothing that this rank computes waits for them: so
-// Dispatch is not scheduled. The last Route part lists all of its parts, and couriers take one
-// after the other; of few tokens there are other parts (token_dispatch.hpp). On the GPU every
-// processor block has a courier beside its products (Geometry::couriers): a processor that sent
-// would wait for the links. A machine with one warp a processor lets processors do it, before all
-// other parts. Chunks that have landed are listed as they come (landings_subscriber.hpp), and go
-// before: their tiles wait.
+// Dispatch is not scheduled. The last Route part lists all parts of Dispatch, and couriers take one
+// after the other; calls with few tokens have other parts (token_dispatch.hpp). On the GPU every
+// processor block has a courier in addition to its compute warps (Geometry::couriers): a processor
+// that sent would wait for the links. On a machine with one warp a processor, processors run
+// couriers' parts before all other parts. Chunks that have landed are listed as they come
+// (landings_subscriber.hpp), and couriers complete them first, because their tiles wait.
 //
-// A source may send a rank more rows than its cell there has places (Geometry::rings_cells). Then a
-// chunk goes when the one that had its places is back. A courier whose part must wait for that
-// keeps it, and takes no other part of Dispatch meanwhile; but it does not wait itself, so it
-// completes chunks, and a processor computes. May not know: how rows are copied.
+// A source may send a rank more rows than its cell there has slots (Geometry::rings_cells). Then a
+// chunk goes when the results of the chunk that had its slots are back. A courier whose part must
+// wait for that keeps the part and takes no other part of Dispatch meanwhile; but it does not
+// block, so it completes chunks, and a processor computes. Must not depend on: how rows are copied.
 #pragma once
 
 #include "runtime/health/faults.hpp"
@@ -30,7 +30,8 @@ namespace moeos {
 template <Platform P>
 class Courier {
  public:
-  /// `actor`: whose tally it writes, a processor's index, or `processors` and more for couriers.
+  /// `actor`: index of the tally it writes: a processor's index, or `processors` and more for
+  /// couriers.
   Courier(const Rank<P>& rank, const Call& call, u32 actor)
       : rank_(rank),
         call_(call),
@@ -39,8 +40,8 @@ class Courier {
         all_sent_(rank.geometry().dispatches_tokens(call.tokens)),
         replicates_(rank.geometry().deduplicates_any()) {}
 
-  /// Takes the next part. False: there is none yet, or none any more. Never waits. One warp, as all
-  /// that follows.
+  /// Takes the next part. False: there is none yet, or none any more. Never waits. One warp runs
+  /// this and all functions below.
   bool take(CourierPart& part) {
     if (over() || (!take_replication(part) && !take_dispatch(part))) {
       return false;
@@ -52,15 +53,15 @@ class Courier {
   /// Whether nothing will come any more.
   bool over() const { return left_ || (all_sent_ && !replicates_); }
 
-  /// When it is known how many of a part's rows are brought to its peer, and before they are.
+  /// Called when it is known how many of a part's rows go to its peer, and before they go.
   void begin(const CourierPart& part, u32 carried) const {
     if (part.sends() && P::lane() == 0) {
       count_carried(rank_, call_, part.peer, carried);
     }
   }
 
-  /// After a part's rows, of which this warp has copied `carried` to where they go: announces the
-  /// chunk, if all of its other parts have been; true if so.
+  /// Called after a part's rows, of which this warp has copied `carried` to where they go:
+  /// announces the chunk if all of its other parts are complete, and returns whether it has.
   bool complete(const CourierPart& part, u32 carried, u64 busy_ns) {
     return by_one_lane<P>([&] {
              u32 flag_bytes = 0;
@@ -90,8 +91,9 @@ class Courier {
     }
     // Pairs with LandingsSubscriber::step: the list, the rows that landed and where they go. Not at
     // every look: a fence costs more than the look. Relayed, because tickets may be taken in
-    // another order than promises are given: then our word was listed behind the promise that an
-    // earlier ticket's holder got, and comes to us from there.
+    // another order than promises are given: then the promise that was given with our word went to
+    // the holder of an earlier ticket, and its increment of the ticket counter publishes the word
+    // to us.
     P::template relay_fence<Scope::device>();
     const u32 taken = by_one_lane<P>([this] {
       return P::template poll_add<Scope::device>(&state_.replications_taken.value, 1U);
@@ -108,8 +110,8 @@ class Courier {
   bool is_promised() const {
     return by_one_lane<P>([this] {
              u32* const ready = &state_.replications_ready.value;
-             // Relaxed, as long as there is none. Not by comparing and exchanging: of all couriers
-             // that wait, one would succeed in each round trip.
+             // Relaxed, as long as there is none. Not by comparing and exchanging: of all waiting
+             // couriers, only one would succeed in each round trip.
              if (static_cast<i32>(P::template load_relaxed<Scope::device>(ready)) <= 0) {
                return 0U;
              }
@@ -121,7 +123,7 @@ class Courier {
            }) != 0;
   }
 
-  /// Whether there may be chunks that nobody has taken.
+  /// Whether there may be chunks that no courier has taken.
   bool more_replications() const {
     // Relaxed: numbers that are compared.
     const u32 all =
@@ -150,20 +152,21 @@ class Courier {
   }
 
   u32 next_ticket() const {
-    // Relaxed: a ticket publishes nothing, and who takes it has acquired the whole list.
+    // Relaxed: a ticket publishes nothing, and the courier that takes it has acquired the whole
+    // list.
     return by_one_lane<P>([this] {
       return P::template add_relaxed<Scope::device>(&state_.dispatch_parts_taken.value, 1U);
     });
   }
 
-  /// Whether nothing else is in the places of a part's rows: the chunk that had them is back.
+  /// Whether the slots of a part's rows are free: the results of the chunk that had them are back.
   bool has_places(const CourierPart& part) const {
     const Geometry& geometry = rank_.geometry();
     const u32 chunk = part.chunk(geometry);
     if (!geometry.replaces_rows(chunk) || MOEOS_PLANTED(places_of_cells_are_not_awaited)) {
       return true;
     }
-    const u32* const back = rank_.memory.chunk_back(part.peer, geometry.replaced_chunk(chunk));
+    const u32* const back = rank_.memory.chunk_back(part.peer, chunk - geometry.ring_chunks());
     if (agreed<P>(P::template poll<Scope::device>(back)) != seal(call_.epoch)) {
       return false;
     }
@@ -188,15 +191,15 @@ class Courier {
     return true;
   }
 
-  /// Rows for a peer: from the lane that keeps them, if there are enough lanes, since memory takes
-  /// a round trip.
+  /// Rows for a peer: from the lane that keeps the number, if there are enough lanes, since memory
+  /// takes a round trip.
   u32 rows_sent(u32 peer) const {
     const bool kept = rank_.geometry().world <= P::kLanes;
     return kept ? P::broadcast(rows_of_lane_, peer) : rank_.memory.rows_sent(peer);
   }
 
-  /// What a word of a list, which has been acquired, says of its part. False: it is not this
-  /// call's, which so is over.
+  /// Decodes a word of a list that has been acquired. False: the word is not this call's, so the
+  /// call is over.
   bool find(const u64* list, u32 place, CourierPart& part) {
     const u64 listed = list[place];
     const ReadyWord word(listed);
@@ -223,7 +226,7 @@ class Courier {
 
   /// One lane.
   bool complete_replication(const CourierPart& part) const {
-    // Publishes all rows of the chunk, those that came among them, to the arrivals subscriber and
+    // Publishes all rows of the chunk, both copied and landed ones, to the arrivals subscriber and
     // to processors, which poll this word and fence.
     auto* const flag = rank_.memory.replicated_flag(part.peer, part.chunk(rank_.geometry()));
     MOEOS_PLANTED(replicated_chunk_overtakes_rows)
@@ -238,8 +241,8 @@ class Courier {
   Tally& tally_;
   u32 parts_ = kNone;     // not known yet
   u32 rows_of_lane_ = 0;  // for the peer whose number this lane has
-  u32 kept_ = kNone;      // the ticket of a part that waits for places
-  bool all_sent_;  // every part of Dispatch has been taken, or all are tokens (token_dispatch.hpp)
+  u32 kept_ = kNone;      // ticket of a part that waits for slots
+  bool all_sent_;      // all parts of Dispatch have been taken, or go by token (token_dispatch.hpp)
   bool replicates_;    // there may be chunks to complete
   bool left_ = false;  // the call has failed
 };

@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// The subscriber of rows that have landed, of sources that send their tokens once: lists their
+// The subscriber of rows that have landed from sources that send each token once: lists their
 // chunks for couriers, which complete them.
 //
-// A token has a row for each expert that it goes to, and several of them may live here. A source
-// that sends many rows lets only the first of them cross the link, in the order of sending, and
-// says of each row which one holds its token (Layout::origin); but its first chunks bring all of
-// their rows (Geometry::dedup_after), and need no couriers. Chunks land in that order, so when
-// one has, all that its rows come from are here: couriers copy them (TaskKind::replicate), and say
-// so in a flag of this rank's own, which the arrivals subscriber watches in place of the peer's.
-// (DeepEP, too, sends a token over the network once to a node, and forwards it there over NVLink.)
+// A token has a row for each expert that it goes to, and several of these experts may live here. A
+// source that sends many rows sends only the first row of a token over the link, in the order of
+// sending, and writes for each row which row holds its token (Layout::origin); but its first chunks
+// bring all of their rows (Geometry::dedup_after) and need no couriers. Chunks land in order, so
+// when one has landed, all rows that it copies from are here: couriers copy them
+// (TaskKind::replicate) and set a flag of this rank's own, which the arrivals subscriber watches
+// instead of the peer's. (DeepEP, too, sends a token over the network once to a node and forwards
+// it there over NVLink.)
 //
 // One of the actors of Algorithm 2 that watch what peers write: step() looks once at its words and
-// returns whether anything was new, and answer() says what it still waits for. May not know: how
-// rows are copied; tiles.
+// returns whether anything was new, and answer() says what it still waits for. Must not depend on:
+// how rows are copied; tiles.
 #pragma once
 
 #include "runtime/health/grace_time.hpp"
@@ -63,7 +64,7 @@ class LandingsSubscriber {
       P::sync_lanes();
       if (P::lane() == 0) {
         // Publishes the list, and the rows and origins that this warp has acquired, to the couriers
-        // that take as many from this number; pairs with Courier::take_replication.
+        // that subtract from this number; pairs with Courier::take_replication.
         P::template add_release<Scope::device>(&state_.replications_ready.value,
                                                listed_ - listed_before);
       }
@@ -81,12 +82,12 @@ class LandingsSubscriber {
   }
 
  private:
-  /// Of a source that sends us so many rows: whether each of its tokens comes once.
+  /// Returns a predicate: whether a source that sends us `rows` rows sends each of its tokens once.
   auto deduplicating() const {
     return [this](u32 source, u32 rows) { return rank_.deduplicates(source, rows); };
   }
 
-  /// Whether the counts of all sources are here, and so how many chunks there will be.
+  /// Whether the counts of all sources are here, and with them the number of chunks to come.
   bool count_all() {
     const Geometry& geometry = rank_.geometry();
     u32 chunks = 0;
@@ -115,7 +116,7 @@ class LandingsSubscriber {
     return true;
   }
 
-  /// Lists the chunks of a source that have landed since the last time, but for the first ones,
+  /// Lists the chunks of a source that have landed since the last time, except the first ones,
   /// which bring all of their rows.
   void list(u32 source) {
     const u32 before = rank_.os.landed_listed[source];
@@ -127,7 +128,7 @@ class LandingsSubscriber {
       rank_.memory.replication_list[listed_ + chunk - first] =
           replicate_word(call_.epoch, source, chunk).sealed();
     }
-    P::sync_lanes();  // all lanes have read where this source's begin
+    P::sync_lanes();  // all lanes have read where this source's chunks begin
     if (P::lane() == 0) {
       rank_.os.landed_listed[source] = end;
     }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The OS block: starts a call, runs the scheduler and the subscribers, and notices when
-// nothing moves. With remote peers it runs senders, too.
+// The OS block: starts a call, runs the scheduler and the subscribers, and notices when nothing
+// moves. With remote peers it runs senders, too.
 //
-// Each warp runs one actor in a loop of steps (run_os_warp); a machine with few threads lets one
-// thread run all of them in turn (run_os_block). May not know: what tasks compute.
+// Each warp runs one actor in a loop of steps (run_os_warp); on a machine with few threads one
+// thread runs all actors in turn (run_os_block). Must not depend on: what tasks compute.
 #pragma once
 
 #include "runtime/actors/arrivals_subscriber.hpp"
@@ -29,18 +29,18 @@ template <Platform P>
 inline constexpr u32 kOsWarps = 3 + P::kReturnsSubscribers;
 inline constexpr u32 kFirstReturnsSubscriber = 3;
 
-/// Warps of the OS block that run an actor: behind those the senders.
+/// Warps of the OS block that run an actor: the senders come last.
 template <Platform P>
 constexpr u32 os_warps(const Geometry& geometry) {
   return kOsWarps<P> + (geometry.remote != 0 ? P::kSenders : 0);
 }
 
-/// Prepares a call, by one warp, before any other actor of the OS block runs: the other parity's
-/// counters for the call after it and this call's bound.
+/// Prepares a call, by one warp, before any other actor of the OS block runs: clears the other
+/// parity's counters for the next call and sets this call's bound.
 ///
-/// The last epoch is never called: words of the next one would be those that nobody has written
-/// yet. Whoever begins it finds the call failed. A rank cannot begin again with the first epoch by
-/// itself: words of then may still stand, so all must be cleared while no rank writes (reset).
+/// The last epoch is never called: words of the next one would equal words that have never been
+/// written. A call with the last epoch fails. A rank cannot return to the first epoch by itself:
+/// words of that epoch may still stand, so all must be cleared while no rank writes (reset).
 template <Platform P>
 void begin_call(const Rank<P>& rank, const Call& call) {
   const RankMemory& memory = rank.memory;
@@ -49,14 +49,14 @@ void begin_call(const Rank<P>& rank, const Call& call) {
       rank.fail(failure_of(rank, call, FailureKind::epochs_spent, Actor::scheduler));
     }
     memory.call(call.epoch + 1) = CallState{};
-    memory.os_tally().count_bytes_to_peers = 0;  // it never has anything else
+    memory.os_tally().count_bytes_to_peers = 0;  // no other byte is ever counted here
     *rank.os.rows_expected = rank.geometry().rows_received_max();
     *rank.os.wanted = 0;
     *rank.os.inquiry = 0;
     *rank.os.returns_ready = 0;
     *rank.os.returns_listed = 0;
     *rank.os.planned = static_cast<u32>(Planned::unknown);
-    // Processors know the first parts without being told.
+    // Processors know the first parts; no slot of the ring holds them.
     *rank.os.published =
         known_parts(rank.geometry(), call) + own_unsent_parts(rank.geometry(), call);
     for (u32 kind = kTaskKinds; kind < kTraceKinds; ++kind) {
@@ -79,18 +79,18 @@ void begin_call(const Rank<P>& rank, const Call& call) {
 /// the failure names the earliest thing in a call's order that has not happened, and each actor's
 /// state is only read by itself.
 inline constexpr u32 kNoInquiry = 0;
-/// Somebody was missing something and has it now: there is no need to ask any further.
+/// What was missing has come: no further actor need be asked.
 inline constexpr u32 kInquiryMoot = kNone;
 /// No inquiry comes to an actor with this number.
 inline constexpr u32 kNeverAsked = kNone - 1;
-/// Whose turn it is.
+/// The actor whose turn it is.
 inline constexpr u32 kAskCounts = 1;
 inline constexpr u32 kAskLandings = 2;
 inline constexpr u32 kAskArrivals = 3;
-inline constexpr u32 kAskReturns = 4;  // and as many behind it as count returned rows
+inline constexpr u32 kAskReturns = 4;  // one for each warp that counts returned rows
 template <Platform P>
 inline constexpr u32 kAskSender = kAskReturns + P::kReturnsSubscribers;  // the first
-/// In its place where experts are sliced, which no rank with remote peers has.
+/// Takes the sender's number where experts are sliced; no such rank has remote peers.
 template <Platform P>
 inline constexpr u32 kAskSums = kAskSender<P>;
 
@@ -102,24 +102,24 @@ constexpr u32 warp_asked(const Geometry& geometry, u32 inquiry) {
                                    : kFirstReturnsSubscriber + inquiry - kAskReturns;
 }
 
-/// What whoever answers it does, as host/moeos/engines/failure.py numbers it: all returns
-/// subscribers the same.
+/// What the actor that answers an inquiry does, as host/moeos/engines/failure.py numbers it: one
+/// number for all returns subscribers.
 template <Platform P>
 constexpr u32 what_is_asked(const Geometry& geometry, u32 inquiry) {
   const u32 behind_returns = geometry.sliced() ? kAskReturns + 2 : kAskReturns + 1;
   return inquiry < kAskSender<P> ? minimum(inquiry, kAskReturns) : behind_returns;
 }
 
-/// As the inquiry: all who could name what is missing have passed it on.
+/// The value of an inquiry that all actors have passed on.
 template <Platform P>
 constexpr u32 inquiry_unanswered(const Geometry& geometry) {
   return kAskSender<P> + (geometry.remote != 0 || geometry.sliced() ? 1 : 0);
 }
 
-/// `turn`: this actor's.
+/// `turn`: this actor's value of the inquiry.
 template <Platform P, class Subscriber>
 void answer_inquiry(const Rank<P>& rank, const Call& call, Subscriber& subscriber, u32 turn) {
-  // Pairs with the release of the warp before: what it has decoded is known here.
+  // Pairs with the release of the actor asked before: what it has decoded is known here.
   if (agreed<P>(P::template load_acquire<Scope::block>(rank.os.inquiry)) != turn) {
     return;
   }
@@ -130,8 +130,8 @@ void answer_inquiry(const Rank<P>& rank, const Call& call, Subscriber& subscribe
     if (answer == Answer::missing) {
       rank.fail(failure);
     } else if (answer != Answer::wait) {
-      // Publishes what this actor has decoded to the next one that is asked, which acquires above,
-      // or nothing to the scheduler (call_over).
+      // Publishes what this actor has decoded to the actor that is asked next, which acquires
+      // above; publishes nothing to the scheduler (call_over).
       P::template store_release<Scope::block>(rank.os.inquiry,
                                               answer == Answer::moot ? kInquiryMoot : turn + 1);
     }
@@ -139,14 +139,14 @@ void answer_inquiry(const Rank<P>& rank, const Call& call, Subscriber& subscribe
   P::sync_lanes();
 }
 
-/// Bounds the wait for an answer. An actor that is asked and says nothing is not waiting, which it
-/// does step by step: it stands inside one, in a put or a wait of a transport's, or nobody runs its
-/// warp. Then nobody can say what is missing, but the block, its processors and its peers can
-/// leave. One warp's, the scheduler's.
+/// Bounds the wait for an answer. An actor that is asked and does not answer is stuck inside a
+/// step, in a put or a wait of a transport, or no thread runs its warp. Then no actor can say what
+/// is missing, but the block, its processors and its peers can leave. Run by one warp, the
+/// scheduler's.
 template <Platform P>
 class Unanswered {
  public:
-  /// Of the deadline. Longer than an actor may put off an answer (GraceTime).
+  /// Deadlines to wait for an answer. Longer than an actor may put off an answer (GraceTime).
   static constexpr u32 kDeadlines = 2;
   static_assert(GraceTime<P>::kLinksMost < kDeadlines * GraceTime<P>::kLinksOfDeadline);
 
@@ -183,14 +183,14 @@ bool call_over(const Rank<P>& rank, const Call& call, Scheduler<P>& scheduler, W
   }
   if (stands == kInquiryMoot || (expired && stands == kNoInquiry)) {
     if (P::lane() == 0) {
-      // Publishes nothing; asks the first subscriber, or nobody.
+      // Publishes nothing; asks the first subscriber, or none.
       P::template store_release<Scope::block>(inquiry,
                                               stands == kNoInquiry ? kAskCounts : kNoInquiry);
     }
     P::sync_lanes();
   }
   if (stands == inquiry_unanswered<P>(rank.geometry())) {
-    // All rows came and went: it is our own processors that have not finished.
+    // All rows came and went: our own processors have not finished.
     Failure failure = failure_of(rank, call, FailureKind::tasks_late, Actor::scheduler);
     failure.waited_ns = rank.deadline_ns;
     failure.expected = P::template load_relaxed<Scope::block>(rank.os.rows_expected);
@@ -220,7 +220,7 @@ void wait_unless(bool progress, Watch<P>& watch, u32& idle) {
   }
 }
 
-/// An actor's step, noted if it has found something and if anybody notes this actor's.
+/// Runs an actor's step, and traces it if it has found something and `noted` is set.
 template <Platform P, class Actor>
 bool traced_step(const Rank<P>& rank, Actor& actor, TraceKind kind, Trace<P>& trace,
                  bool noted = true) {
@@ -255,7 +255,7 @@ void run_os_block(const Rank<P>& rank, const Call& call) {
   Watch<P> watch(rank.deadline_ns);
   Unanswered<P> unanswered;
   u32 idle = 0;
-  bool begun = call.tokens > 0;  // by Route
+  bool begun = call.tokens > 0;  // Route begins the call
   while (!call_over(rank, call, scheduler, watch, unanswered)) {
     begun = begun || route_nothing(rank, call);
     bool progress = traced_step(rank, scheduler, TraceKind::schedule, of_scheduler);
@@ -277,10 +277,10 @@ void run_os_block(const Rank<P>& rank, const Call& call) {
   sender.leave();
 }
 
-/// A subscriber's or sender's warp. Its wait is bounded by the scheduler's watch: everything that a
-/// subscriber learns becomes parts that processors claim, which the scheduler sees, and the call
-/// waits for all that a sender puts, so it leaves on the interrupt or on the abort. `inquiry`: the
-/// one that it answers; step(): the actor's.
+/// Runs a subscriber's or sender's warp. Its wait is bounded by the scheduler's watch: everything
+/// that a subscriber learns becomes parts that processors claim, which the scheduler sees, and the
+/// call waits for all that a sender puts, so the warp leaves on the interrupt or on the abort.
+/// `inquiry`: the value that it answers; step(): the actor's.
 template <Platform P, class Actor, class Step>
 void run_watcher(const Rank<P>& rank, const Call& call, Actor& actor, u32 inquiry, Step step) {
   u32 idle = 0;
@@ -291,11 +291,11 @@ void run_watcher(const Rank<P>& rank, const Call& call, Actor& actor, u32 inquir
   }
 }
 
-/// One of the block's warps: 0 the scheduler, then the subscribers, from kOsWarps on the senders,
-/// of which the first answers an inquiry. Counts come at the beginning of a call, and so their warp
-/// watches landings, too. A trace has the first of the warps that count returned rows.
+/// Runs one of the block's warps: 0 is the scheduler, then the subscribers; from kOsWarps on the
+/// senders, of which the first answers an inquiry. Counts come at the beginning of a call, so their
+/// warp watches landings, too. Only the first of the warps that count returned rows writes a trace.
 ///
-/// Inlined, however long it is: a GPU's kernel that calls a function has a stack.
+/// Inlined, however long it is: a GPU kernel that calls a function has a stack.
 template <Platform P>
 __attribute__((always_inline)) inline void run_os_warp(const Rank<P>& rank, const Call& call,
                                                        u32 warp) {
@@ -304,7 +304,7 @@ __attribute__((always_inline)) inline void run_os_warp(const Rank<P>& rank, cons
     LandingsSubscriber<P> landings(rank, call);
     SumsSubscriber<P> sums(rank, call);
     Trace<P> trace = trace_of(rank, TraceKind::counts);
-    bool begun = call.tokens > 0;  // by Route
+    bool begun = call.tokens > 0;  // Route begins the call
     run_watcher(rank, call, counts, kAskCounts, [&] {
       begun = begun || route_nothing(rank, call);
       const bool counted = traced_step(rank, counts, TraceKind::counts, trace);

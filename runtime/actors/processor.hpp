@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Algorithm 4: the actor that runs parts of tasks, and what follows from a part's end.
 //
-// take_ticket() and claim() take the next part; count_slices(), count_block() and
-// finish_routing() are what follows from Route's; complete() makes any other part's effects
-// visible: the next product of a tile, credits to owners. A machine with one warp a processor runs
-// them in turn (warp_processor.hpp); on the GPU a fetch warp claims ahead while other warps
-// compute. A part never waits for another task: it was handed out because its inputs are here. But
-// in a call that is planned up front (counted_rows.hpp) they may still be
-// on their way; then await() waits for them, before the part begins (inputs.hpp). May not know:
-// arithmetic, element types.
+// take_ticket() and claim() take the next part; count_slices(), count_block() and finish_routing()
+// complete parts of Route; complete() makes any other part's effects visible: the next product of a
+// tile, credits to owners. A machine with one warp a processor runs them in turn
+// (warp_processor.hpp); on the GPU a fetch warp claims ahead while other warps compute. With a
+// dynamic schedule a part never waits for another task: it was handed out because its inputs are
+// here. With a static schedule (counted_rows.hpp) its inputs may still be under way; then await()
+// waits for them before the part begins (inputs.hpp). Must not depend on: arithmetic, element
+// types.
 #pragma once
 
 #include "runtime/health/faults.hpp"
@@ -32,7 +32,7 @@
 namespace moeos {
 
 /// Makes the descriptor of the part that a word of the ready ring hands out, or copies its tile's;
-/// false if that is not whole. One warp; all lanes may then read it.
+/// false if the tile's descriptor is damaged. One warp; all lanes may then read it.
 template <Platform P>
 bool get_task(const Rank<P>& rank, const Call& call, ReadyWord word, Task& to) {
   const TaskKind kind = word.kind();
@@ -65,15 +65,15 @@ class Processor : Pace<P> {
 
   /// Takes the next ticket, which stands for a part.
   u32 take_ticket() const { return take_ticket(state_); }
-  /// The same of a call whose state is looked up again.
+  /// Takes the next ticket of a call whose state is looked up again.
   static u32 take_ticket(CallState& state) {
     // Relaxed: it publishes nothing; a slot of the ready ring does.
     return by_one_lane<P>(
         [&state] { return P::template add_relaxed<Scope::device>(&state.ring_claimed.value, 1U); });
   }
 
-  /// Whether a ticket is one of the first of a call: those of its Route parts, which nobody needs
-  /// to publish. Then `task`, which all lanes see, becomes the part's descriptor.
+  /// Whether a ticket is one of the call's first ones, which stand for Route parts and are never
+  /// published. Then `task`, which all lanes see, becomes the part's descriptor.
   bool is_route(u32 ticket, ReadyWord& word, Task& task) const {
     if (ticket >= route_parts(rank_.geometry(), call_)) {
       return false;
@@ -86,7 +86,7 @@ class Processor : Pace<P> {
     return true;
   }
 
-  /// Whether a ticket is one of a shared expert's parts, which nobody publishes either.
+  /// Whether a ticket stands for a part of a shared expert, which is never published either.
   bool is_of_shared(u32 ticket, ReadyWord& word, Task& task) const {
     const Geometry& geometry = rank_.geometry();
     const Call call = call_of_look();
@@ -101,10 +101,10 @@ class Processor : Pace<P> {
     return true;
   }
 
-  /// Finds out which part a ticket stands for. Of a rank alone, and of few rows, those of tiles
-  /// follow from the counts, and those of tokens that have sent none come before; others stand in
-  /// the ticket's slot of the ready ring. `task` as above. beside(): whether it has found something
-  /// else to do meanwhile, and has done it. False: leave.
+  /// Finds out which part a ticket stands for. When a rank is alone or rows are few, parts of tiles
+  /// follow from the counts, after those of tokens that have sent no row; other parts stand in the
+  /// ticket's slot of the ready ring. `task` as in is_route. beside() returns whether it has found
+  /// and done other work meanwhile. False: leave.
   template <class Beside>
   bool claim(u32 ticket, ReadyWord& word, Task& task, Beside beside) {
     const bool found = is_route(ticket, word, task) || is_of_shared(ticket, word, task) ||
@@ -112,8 +112,8 @@ class Processor : Pace<P> {
     return found && hold_back(rank_, call_, stage_of(word.kind()));
   }
 
-  /// Waits for what a claimed part needs, of a descriptor that awaits; `beside` as above. False:
-  /// leave.
+  /// Waits for the inputs of a claimed part whose descriptor awaits them; `beside` as in claim.
+  /// False: leave.
   template <class Beside>
   bool await(const Inputs<P>& inputs, Beside beside) {
     if (!wait_for(kLooksForInputs, [&] { return inputs.here(); }, beside)) {
@@ -124,8 +124,8 @@ class Processor : Pace<P> {
     return true;
   }
 
-  /// Waits for the shared experts' results, before a part of Combine; `memory`: of the rank, and
-  /// `beside` as above. False: leave.
+  /// Waits for the shared experts' results, before a part of Combine; `memory`: the rank's,
+  /// `beside` as in claim. False: leave.
   template <class Beside>
   bool await_shared(const RankMemory& memory, Beside beside) {
     const auto look = [&] {
@@ -147,13 +147,13 @@ class Processor : Pace<P> {
                    [&](u32 peer) { return result_bytes_to(rank_.geometry(), task, peer); });
   }
 
-  /// Counts a Route part whose slices of the products are where the last one finds them; true for
-  /// the last one of a block, which then must route it. One warp.
+  /// Counts a Route part whose slices of the gate logits are where the last one finds them; true
+  /// for the last part of a block, which then must route the block. One warp.
   bool count_slices(u32 block) {
     return completes<P>(&rank_.memory.route_parts_done[block],
                         rank_.geometry().route_parts_of_block(call_.tokens));
   }
-  /// Counts a block whose pairs are sorted; true for the last one, which then must finish the
+  /// Counts a block whose assignments are sorted; true for the last one, which then must finish the
   /// routing. One warp.
   bool count_block(const Task& task) {
     Pace<P>::slow_down(rank_, call_);
@@ -211,12 +211,12 @@ class Processor : Pace<P> {
           P::template count_relaxed<Scope::device>(&state_.tokens_combined.value, combined);
         }
         break;
-      case TaskKind::route:      // counted by those who ran it, who must finish the routing
+      case TaskKind::route:      // counted by the warps that ran it, which must finish the routing
       case TaskKind::dispatch:   // the courier's (courier.hpp)
       case TaskKind::replicate:  // likewise
         break;
     }
-    if (P::lane() == 0) {  // behind what others wait for
+    if (P::lane() == 0) {  // after what others wait for
       note<P>(tally_.tasks[static_cast<u32>(task.kind)], 1);
       note<P>(tally_.busy_ns[static_cast<u32>(task.kind)], busy_ns);
     }
@@ -224,17 +224,19 @@ class Processor : Pace<P> {
   }
 
  private:
-  /// Looks for a part's inputs between two looks at all else that a waiting processor looks at. Not
-  /// of a machine of one warp, which has something else to do meanwhile.
+  /// How often to look for a part's inputs between two looks at everything else that a waiting
+  /// processor watches. A machine with one warp has other work to do meanwhile, so it looks once.
   static constexpr u32 kLooksForInputs = P::kLanes == 1 ? 1 : 8;
 
-  /// Counts a part of a tile's product; who has counted the last one does what follows. One warp.
+  /// Counts a part of a tile's product; the warp that counts the last part does what follows. One
+  /// warp.
   void complete_product(const Task& task, ReadyWord word) {
     switch (product_of(rank_.geometry(), task).then) {
       case Then::next:
         if (task.awaits != 0) {
           // Publishes the part's results to the processors that wait for all of the tile's, which
-          // poll this counter and fence (inputs.hpp): the last part's sum is made of all parts'.
+          // poll this counter and fence (inputs.hpp): every part of the next product reads all of
+          // them.
           P::sync_lanes();
           if (P::lane() == 0) {
             P::template add_release<Scope::device>(&rank_.memory.product0_parts_done[task.tile],
@@ -261,14 +263,14 @@ class Processor : Pace<P> {
     }
   }
 
-  /// Of a tile whose results lie with their owners. One lane.
+  /// Ends a tile whose results have been written to their owners. One lane.
   void end_tile(const Task& task, ReadyWord word) {
     const Returned returned = return_rows(rank_, call_, task, word);
     // Relaxed: the scheduler compares a number; the rows themselves were published to their owners.
     // A sender counts those that it puts.
     P::template count_relaxed<Scope::device>(&state_.rows_returned.value, returned.rows);
     if (task.awaits != 0) {
-      // For the next call. Relaxed: all who waited for it have ended their parts.
+      // For the next call. Relaxed: all processors that waited for it have ended their parts.
       P::template store_relaxed<Scope::device>(&rank_.memory.product0_parts_done[task.tile], 0U);
     }
     if (rank_.geometry().reuses_places() && !MOEOS_PLANTED(places_stay_taken)) {
@@ -283,10 +285,10 @@ class Processor : Pace<P> {
     note<P>(tally_.padding_rows, task.padded_rows - task.rows);
   }
 
-  /// Of a tile of tokens whose results are all in memory. One warp.
+  /// Ends a shared expert's tile whose results are all in memory. One warp.
   void end_shared_tile(const Task& task) {
     if (P::lane() == 0) {
-      // For the next call. Relaxed: all who waited for it have ended their parts.
+      // For the next call. Relaxed: all processors that waited for it have ended their parts.
       if (!MOEOS_PLANTED(shared_counters_stay)) {
         P::template store_relaxed<Scope::device>(&rank_.memory.product0_parts_done[task.tile], 0U);
       }
@@ -300,8 +302,8 @@ class Processor : Pace<P> {
     }
   }
 
-  /// A part that nobody knows when the call begins. One loop waits for the routing, for counts and
-  /// for slots: a warp that runs through much code waits for that.
+  /// Finds a part that is not known when the call begins. One loop waits for the routing, for
+  /// counts and for slots: a warp that runs through much code waits for that code.
   template <class Beside>
   bool find(u32 ticket, ReadyWord& word, Task& task, Beside beside) {
     using Counts = typename FewRows<P>::Counts;
@@ -323,7 +325,7 @@ class Processor : Pace<P> {
                : plans_few && counts ? is_told_or_counted(ticket, word, number, rows, turn, found)
                                      : is_filled(ticket, word);
       };
-      // If the call is planned by them, all are here. Or nobody has looked yet.
+      // If the call is planned by counts, all are here. Or this processor has not looked yet.
       const bool at_once =
           plans_few && !of_unsent && (plan_is_ == PlanIs::made || plan_is_ == PlanIs::awaited);
       if (at_once) {
@@ -345,9 +347,9 @@ class Processor : Pace<P> {
         }
         continue;
       }
-      // Pairs with finish_routing: the routing map; or with fill_ring_slot: the descriptor and,
-      // unless they are awaited, the inputs of its parts are here. Not at every look: a fence
-      // costs more than the look.
+      // Pairs with finish_routing for the routing map, or with fill_ring_slot for the descriptor
+      // and, unless they are awaited, the inputs of the part. Not at every look: a fence costs more
+      // than the look.
       P::template acquire_fence<Scope::device>();
       word = of_unsent ? combine_unsent_word(call_.epoch, behind_known) : word;
       plan_is_ = of_unsent ? plan_is_ : PlanIs::none;  // later parts have larger numbers
@@ -358,14 +360,15 @@ class Processor : Pace<P> {
   }
 
   /// Makes part `number` of a plan of few rows, and its word, if this call is planned so: then the
-  /// plan is made. Else this part, and all behind it, are told in the ring. `found`: what a look at
-  /// all counts has. False: leave.
+  /// plan is made. Otherwise this part and all later ones are handed out in the ring. `found`: what
+  /// a look at all counts has found. False: leave.
   ///
-  /// The first look mostly finds none. Then some part is made of what is there, and forgotten: this
-  /// code is read for the first time while counts are on their way, and not when they are here.
+  /// The first look mostly finds no counts. Then the function makes some part of what is there, and
+  /// forgets it: so the code is loaded while counts are under way, and not when they are here.
   ///
-  /// Of later parts counts are looked at again, while the one before is computed: registers to keep
-  /// them in are scarce. If one is not here then, somebody has overwritten it, and the call fails.
+  /// For later parts the counts are looked at again while the part before is computed: registers to
+  /// keep them in are scarce. If a count is not here then, it has been overwritten, and the call
+  /// fails.
   bool find_few(const FewRows<P>& rows, typename FewRows<P>::Counts found, u32 number,
                 ReadyWord& word, Task& task) {
     using Counts = typename FewRows<P>::Counts;
@@ -382,10 +385,11 @@ class Processor : Pace<P> {
     }
     u32 before = static_cast<u32>(FoundBy::nobody);
     if (!decided && found == Counts::here && P::lane() == 0) {
-      // Relaxed: it publishes nothing and acquires nothing. Who plans has seen the counts himself,
-      // and these say of which call they are. Of it and of what the subscriber exchanges for its
-      // own answer (ArrivalsSubscriber::may_make_tiles) one comes first, and the other then sees
-      // that one. Nobody waits for the answer before the part is made.
+      // Relaxed: it publishes nothing and acquires nothing. The processor that plans has seen the
+      // counts itself, and these say which call they belong to. Either this exchange comes first or
+      // the one that the subscriber makes for its own answer (ArrivalsSubscriber::may_make_tiles),
+      // and the later one sees the earlier one. The answer is not waited for before the part is
+      // made.
       before = P::template compare_exchange_relaxed<Scope::device>(
           &state_.found_by.value, static_cast<u32>(FoundBy::nobody),
           static_cast<u32>(FoundBy::processors));
@@ -406,8 +410,8 @@ class Processor : Pace<P> {
     return true;
   }
 
-  /// The call, for one look at its known parts: else what is worked out of it for shared experts
-  /// takes registers for all parts.
+  /// Returns the call, for one look at its known parts: otherwise the compiler keeps what it
+  /// derives from it for shared experts in registers for all parts.
   Call call_of_look() const {
     Call call = call_;
     if (rank_.geometry().shares()) {
@@ -420,7 +424,7 @@ class Processor : Pace<P> {
     return agreed<P>(P::template poll<Scope::device>(&state_.routed.value)) != 0;
   }
 
-  /// Looks at the counts of a rank alone; first, for whom they have not come, at one of them.
+  /// Looks at the counts of a rank alone; while they have not come, at one of them only.
   bool are_counts_here(u32 number) {
     plan_is_ = plan_is_ == PlanIs::awaited && plan_.rows().begun(number) ? PlanIs::begun : plan_is_;
     return plan_is_ == PlanIs::begun && plan_.rows().look();
@@ -436,8 +440,8 @@ class Processor : Pace<P> {
     return word.epoch() == call_.epoch;
   }
 
-  /// Looks at a slot, and at one count, of each source in turn: asked for together. When that has
-  /// come, looks at all of them; `found`: what it has.
+  /// Looks at a slot and at one count, of each source in turn; both are asked for together. When
+  /// that count has come, looks at all of them; `found`: what that look has found.
   bool is_told_or_counted(u32 ticket, ReadyWord& word, u32 number, FewRows<P>& rows, u32& turn,
                           typename FewRows<P>::Counts& found) const {
     // A count publishes nothing but itself.
@@ -452,7 +456,7 @@ class Processor : Pace<P> {
     return found != FewRows<P>::Counts::missing;
   }
 
-  /// Looks until it is there, `often` times for each look at all else. False: leave.
+  /// Looks until `look` succeeds, `often` times for each look at everything else. False: leave.
   template <class Look, class Beside>
   bool wait_for(u32 often, Look look, Beside beside) {
     Watch<P> watch(2 * rank_.deadline_ns);  // the OS block notices a late peer first, and says more
@@ -496,9 +500,9 @@ class Processor : Pace<P> {
   Plan<P, OneSourceRows<P>> plan_;  // of a rank alone
   enum class PlanIs : u32 {
     awaited,
-    begun,  ///< some of the counts have come that it is made of; or it has been tried without
+    begun,  ///< some of the plan's counts have come; or a part has been made without them
     made,
-    none,  ///< parts are told in the ring
+    none,  ///< parts are handed out in the ring
   } plan_is_;
 };
 

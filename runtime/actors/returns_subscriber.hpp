@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The subscriber of row credits: tokens whose rows are all back are handed out as Combine. In a
-// call that is planned up front, and whose tokens are few, all are handed out when it is known
-// where their rows go, and processors wait for these themselves (inputs.hpp).
+// The subscriber of row credits: hands out tokens whose rows are all back as Combine. In a call
+// that is planned up front and has few tokens, it hands out all tokens when it is known where their
+// rows go, and processors wait for the rows themselves (inputs.hpp).
 //
 // There are P::kReturnsSubscribers such warps, each with a share of every peer's chunks, since a
-// call ends with all of its rows coming back. As the others of Algorithm 2: step() looks once at
-// its words and returns whether anything was new, and answer() says what it still waits for. May
-// not know: what a task computes.
+// call ends with all of its rows coming back. Like the other actors of Algorithm 2: step() looks
+// once at its words and returns whether anything was new, and answer() says what it still waits
+// for. Must not depend on: what a task computes.
 #pragma once
 
 #include "runtime/health/grace_time.hpp"
@@ -31,11 +31,10 @@ class ReturnsSubscriber {
   /// Chunks that are found before they are counted, at most.
   static constexpr u32 kFoundMost = 4 * P::kLanes * kLooks;
   static_assert(kFoundMost <= OsMemory::kFoundMost);
-  /// Chunks whose rows are counted together, so that their pairs come from memory in one round
-  /// trip.
+  /// Chunks whose rows are counted together, so that one round trip to memory fetches their
+  /// assignments.
   static constexpr u32 kChunksAtOnce = 4;
-  /// Chunks after which the tokens that they have completed are handed out, while others are
-  /// counted.
+  /// Chunks after which completed tokens are handed out, while other chunks are counted.
   static constexpr u32 kChunksAHandOut = 32;
   static_assert(kChunksAHandOut % kChunksAtOnce == 0);
 
@@ -69,8 +68,8 @@ class ReturnsSubscriber {
       routed_ = true;
       await_chunks();
       if (P::lane() == 0) {
-        // Relaxed: publishes nothing. The scheduler only lets no call end before (Scheduler::
-        // finished), so whatever is in the list, leave() has it.
+        // Relaxed: publishes nothing. It only keeps the scheduler from ending the call before
+        // (Scheduler::finished), so that leave() finds every credit in the list.
         P::template count_relaxed<Scope::block>(rank_.os.returns_listed, 1U);
       }
     }
@@ -90,20 +89,20 @@ class ReturnsSubscriber {
     return progress;
   }
 
-  /// Behind the last step. A call that ends well has all chunks in the lists, so it leaves no
-  /// credit behind which the next one could take for its own.
+  /// Called after the last step. A call that ends well has all chunks in the lists, so it leaves no
+  /// credit that the next call could take for its own.
   void leave() const {
     const u32 kept = MOEOS_PLANTED(a_credit_stays) ? 1 : 0;
     for (u32 i = P::lane(); handed_out_up_front_ && i + kept < awaited_; i += P::kLanes) {
-      // As in take_in; here, because processors have looked at it, too.
+      // As in take_in; here, because processors have looked at the credit, too.
       P::template store_relaxed<Scope::system>(credit(chunks_awaited_[i]), 0U);
     }
   }
 
-  /// Missing is the first of this warp's chunks that is not back. Nothing is as long as our own
-  /// processors have not sent all of them: then it is not the peers who are late; unless all that
-  /// they can send has been, and what is left waits for places of a cell. A peer whose call
-  /// is planned up front may wait for rows of another, which is late then.
+  /// Missing is the first of this warp's chunks that is not back. Nothing is missing as long as our
+  /// own processors have not sent all of them: then the peers are not late; unless all that they
+  /// can send has been sent, and what is left waits for slots of a cell. A peer whose call is
+  /// planned up front may wait for the rows of a late third rank.
   Answer answer(Failure& failure) {
     u32 first = 0;
     while (first < awaited_ && chunks_awaited_[first].rows() == 0) {  // back (watch)
@@ -127,7 +126,7 @@ class ReturnsSubscriber {
  private:
   static constexpr u32 kLooksOfAll = P::kLanes * kLooks;
 
-  /// Whether what all returns subscribers count in has been cleared.
+  /// Whether every counter that the returns subscribers share has been cleared.
   bool everyone_ready() const {
     if (P::kReturnsSubscribers > 1) {
       if (agreed<P>(P::template poll<Scope::block>(rank_.os.returns_ready)) !=
@@ -140,9 +139,8 @@ class ReturnsSubscriber {
     return true;
   }
 
-  /// Learns how many rows we sent to each peer, and each token to all of them; true once that is
-  /// known. The latter is counted by the Combine of tokens that sent none, which is handed out
-  /// here.
+  /// Learns how many rows we sent to each peer and how many rows each token has; true once both are
+  /// known. The Combine of tokens that sent no row, which is handed out here, counts the latter.
   bool learn_rows() {
     const CallState& state = rank_.memory.call(call_.epoch);
     if (agreed<P>(P::template poll<Scope::device>(&state.routed.value)) == 0) {
@@ -151,9 +149,9 @@ class ReturnsSubscriber {
     const Geometry& geometry = rank_.geometry();
     Planned planned = Planned::by_arrival;
     if (geometry.may_await(call_.tokens) || geometry.plans_by_counts(call_.tokens)) {
-      // Pairs with ArrivalsSubscriber::decide: what is handed out here, behind one of the fences
-      // below, lies behind what it has taken slots for. What has come back by then is not in a
-      // hurry: other ranks' counts are awaited.
+      // Pairs with ArrivalsSubscriber::decide: what is handed out here, after one of the fences
+      // below, comes after the slots that it has taken. Rows that have come back by then are not
+      // urgent: other ranks' counts are awaited.
       planned = static_cast<Planned>(agreed<P>(P::template poll<Scope::block>(rank_.os.planned)));
     }
     if (planned == Planned::unknown) {
@@ -176,7 +174,7 @@ class ReturnsSubscriber {
     return true;
   }
 
-  /// The first returns subscriber: hands out the Combine of all tokens.
+  /// Hands out the Combine of all tokens; by the first returns subscriber.
   void hand_out_up_front() {
     handed_out_up_front_ = true;
     // Pairs with finish_routing, for the routing map, and publishes it to the processors.
@@ -191,8 +189,8 @@ class ReturnsSubscriber {
     }
   }
 
-  /// Notes which chunks are back, of those that processors wait for: in the list they have no rows
-  /// then. Without a fence: nothing is read because of it.
+  /// Notes which of the chunks that processors wait for are back: such a chunk then has no rows in
+  /// the list. Without a fence: nothing is read because of it.
   bool watch() {
     bool news = false;
     for (u32 i = P::lane(); i < awaited_; i += P::kLanes) {
@@ -210,8 +208,8 @@ class ReturnsSubscriber {
     return P::ballot(news) != 0;
   }
 
-  /// The first returns subscriber, once: hands out the Combine of tokens that sent no row, which
-  /// counts the rows of all others: a part for each block; unless processors find these parts.
+  /// Hands out the Combine of tokens that sent no row, which counts the rows of all others, a part
+  /// for each block; by the first returns subscriber, once, unless processors find these parts.
   void hand_out_unsent() {
     if (index_ != 0 || unsent_handed_out_ || own_unsent_parts(rank_.geometry(), call_) != 0) {
       return;
@@ -223,7 +221,7 @@ class ReturnsSubscriber {
              [&](u32 block) { return combine_unsent_word(call_.epoch, block); });
   }
 
-  /// Hands out parts of Combine: word_of(i) for the i-th. Behind a fence of each lane.
+  /// Hands out parts of Combine: word_of(i) for the i-th. Requires a fence of each lane before it.
   template <class WordOf>
   void hand_out(u32 parts, WordOf word_of) const {
     const u32 first = take_ring_slots(rank_, call_, Actor::subscriber, parts);
@@ -253,8 +251,8 @@ class ReturnsSubscriber {
     return token % OsMemory::kTokensPerWord * kRowsBackBits;
   }
 
-  /// Lists this warp's chunks: of all that we send, counted through all peers, every
-  /// P::kReturnsSubscribers-th.
+  /// Lists this warp's chunks: every P::kReturnsSubscribers-th of all that we send, counted through
+  /// all peers.
   void await_chunks() {
     const Geometry& geometry = rank_.geometry();
     constexpr u32 kWarps = P::kReturnsSubscribers;
@@ -284,9 +282,9 @@ class ReturnsSubscriber {
     P::sync_lanes();
   }
 
-  /// Looks at kLooksOfAll of the chunks that are awaited, from place `first` on; they come in any
-  /// order. Those that are back become found ones, and the others are listed from place `kept` on,
-  /// which is not behind `first`; returns the place behind them.
+  /// Looks at kLooksOfAll of the awaited chunks, from index `first` on; they come in any order.
+  /// Moves those that are back to the found ones and lists the others from index `kept` on, which
+  /// is at most `first`; returns the index after them.
   u32 look(u32 first, u32 kept) {
     // All words are asked for before the first is used, and so without conditions.
     SentChunk chunk[kLooks];
@@ -297,7 +295,7 @@ class ReturnsSubscriber {
     }
     u32 complete = 0;  // bit i: this lane's i-th chunk is back
     SentChunk damaged;
-    u32 too_many = 0;  // rows of that one, more than it has
+    u32 too_many = 0;  // rows of that chunk, more than it has
     for (u32 i = 0; i < kLooks; ++i) {
       const u32 rows = open(back[i]);
       const bool awaited = first + i * P::kLanes + P::lane() < awaited_;
@@ -312,7 +310,7 @@ class ReturnsSubscriber {
     if (P::ballot(complete != 0) == 0 && kept == first) {
       return minimum(first + kLooksOfAll, awaited_);
     }
-    P::sync_lanes();  // all lanes have read the places that are written now
+    P::sync_lanes();  // all lanes have read the entries that are written now
     for (u32 i = 0; i < kLooks && first + i * P::kLanes < awaited_; ++i) {
       const bool awaited = first + i * P::kLanes + P::lane() < awaited_;
       const bool found = (complete >> i & 1U) != 0;
@@ -328,12 +326,12 @@ class ReturnsSubscriber {
       found_ += P::count(all_found);
       kept += MOEOS_PLANTED(awaited_chunks_are_forgotten) ? 0 : P::count(all_kept);
     }
-    P::sync_lanes();  // the lists are whole for whoever looks next
+    P::sync_lanes();  // the lists are whole for the lanes that look next
     return kept;
   }
 
-  /// Counts the rows of all chunks that were found, behind one fence, and posts the tokens that
-  /// they complete.
+  /// Counts the rows of all chunks that were found, after one fence, and posts the tokens that they
+  /// complete.
   bool take_in() {
     if (found_ == 0) {
       return false;
@@ -341,20 +339,21 @@ class ReturnsSubscriber {
     // Pairs with return_rows: the results of these chunks are here ...
     P::template acquire_fence<Scope::system>();
     if (P::kReturnsSubscribers > 1) {
-      // ... and, by way of rows_back, for the warp that counts a token's last row.
+      // ... and, through rows_back, for the warp that counts a token's last row.
       P::template publish_fence<Scope::block>();
     }
     P::sync_lanes();
     if (overflows_) {
-      // ... which says that the peer has read their rows, and, by way of chunks_back, to the
-      // couriers that wait for their places.
+      // ... which says that the peer has read their rows, also, through chunks_back, to the
+      // couriers that wait for their slots.
       P::template publish_fence<Scope::device>();
     }
     const u64 now = P::now_ns();
     for (u32 i = P::lane(); i < found_; i += P::kLanes) {
       const SentChunk chunk = chunks_found_[i];
       if (overflows_) {
-        // Publishes, behind the fence, to couriers, which poll this word and fence (has_places).
+        // Publishes, with the fence above, to couriers, which poll this word and fence
+        // (has_places).
         P::template publish<Scope::device>(rank_.memory.chunk_back(peer_of(chunk), chunk_of(chunk)),
                                            seal(call_.epoch));
       }
@@ -375,14 +374,15 @@ class ReturnsSubscriber {
     return true;
   }
 
-  /// Some chunks' rows, one row of each a lane.
+  /// Rows of some chunks, one row of each chunk a lane.
   struct Rows {
     u32 pair[kChunksAtOnce];
-    u32 exist;  // bit n: pair[n] is one
+    u32 exist;  // bit n: pair[n] is valid
   };
 
-  /// Asks for the pairs that row `row` of the found chunks from place `first` on carries, of those
-  /// before place `end`. Nothing is conditional, so that all loads are under way together.
+  /// Asks for the assignments (pairs) that row `row` of the found chunks from index `first` on
+  /// carries, for chunks before index `end`. Nothing is conditional, so that all loads are under
+  /// way together.
   Rows ask(u32 row, u32 first, u32 end) const {
     Rows rows;
     rows.exist = 0;
@@ -394,9 +394,9 @@ class ReturnsSubscriber {
     return rows;
   }
 
-  /// Counts row `row` of found chunks for its token. The pairs of the next chunks are on their way
-  /// meanwhile; the loop is short, because a single warp that runs through much code waits for
-  /// that.
+  /// Counts row `row` of found chunks for its token. The assignments of the next chunks are under
+  /// way meanwhile; the loop is short, because a single warp that runs through much code waits for
+  /// that code.
   void count_rows(u32 row, u32 begin, u32 end) {
     Rows next = ask(row, begin, end);
     for (u32 first = begin; first < end; first += kChunksAtOnce) {
@@ -415,9 +415,9 @@ class ReturnsSubscriber {
       }
       u32 back[kChunksAtOnce];
       for (u32 n = 0; n < kChunksAtOnce; ++n) {
-        // Relaxed: a number. A fence stands before it (take_in), and one before what is handed out
-        // (hand_out_complete), so whoever counts a token's last row has the results of those that
-        // other warps have counted.
+        // Relaxed: a number. A fence stands before it (take_in) and another before what is handed
+        // out (hand_out_complete), so the warp that counts a token's last row has the results of
+        // the rows that other warps have counted.
         back[n] = P::template add_relaxed<Scope::block>(
             &rank_.os.rows_back[token[n] / OsMemory::kTokensPerWord],
             (rows.exist >> n & 1U) << rows_back_shift(token[n]));
@@ -445,12 +445,12 @@ class ReturnsSubscriber {
       return;
     }
     if (P::kReturnsSubscribers > 1) {
-      // Pairs with the fences of the other returns subscribers in take_in, by way of rows_back.
+      // Pairs with the fences of the other returns subscribers in take_in, through rows_back.
       P::template acquire_fence<Scope::block>();
     }
     P::sync_lanes();
-    // What all lanes have noted, and the results acquired above, too: whoever acquires the part may
-    // read them.
+    // Publishes what all lanes have noted, and the results acquired above, to the processors that
+    // acquire the part.
     P::template publish_fence<Scope::device>();
     const u32 each = rank_.geometry().combine_tokens(call_.tokens);
     hand_out(ceil_div(ready_ - handed_out_, each), [&](u32 part) {
@@ -474,10 +474,10 @@ class ReturnsSubscriber {
   u32 index_;
   SentChunk* chunks_awaited_;  // OsMemory's, of this warp, in order
   SentChunk* chunks_found_;    // and these
-  u32 first_ready_;            // this warp's first place in ready_tokens
+  u32 first_ready_;            // this warp's first index in ready_tokens
   bool routed_ = false;
   bool unsent_handed_out_ = false;
-  bool overflows_ = false;  // some peer gets more rows than its cell has places
+  bool overflows_ = false;  // some peer gets more rows than its cell has slots
   GraceTime<P> grace_time_;
   bool handed_out_up_front_ = false;  // all tokens: processors wait for their rows
   u32 awaited_ = 0;                   // chunks that were not back at the last look

@@ -3,9 +3,9 @@
 //
 // Sweeps the mailboxes of both products and publishes (descriptor, part) words into the ready ring,
 // in an order that it chooses, but only about one word a processor ahead of what has been claimed,
-// so that a more urgent task never waits behind a long queue. Complete tokens do not wait for it
+// so that a more urgent task never waits in a long queue. Complete tokens do not pass through it
 // (ring.hpp). The thesis rings a doorbell at each processor instead; one ring keeps every processor
-// busy while any part is ready. May not know: what a task computes, where rows lie.
+// busy while any part is ready. Must not depend on: what a task computes, where rows lie.
 #pragma once
 
 #include "runtime/memory/rank.hpp"
@@ -51,8 +51,8 @@ class Scheduler {
     claimed_ = agreed<P>(claimed);
     routed_ = agreed<P>(routed) != 0;
     sending_ = agreed<P>(sent + 1 != routed);
-    // Pairs with ArrivalsSubscriber::decide: slots that stand for a plan's parts are among those
-    // below.
+    // Pairs with ArrivalsSubscriber::decide: slots that stand for a plan's parts are counted in the
+    // load below.
     planned_ = agreed<P>(P::template load_acquire<Scope::block>(rank_.os.planned)) !=
                static_cast<u32>(Planned::unknown);
     // Relaxed, too: other warps of this block hand parts out as well (ring.hpp).
@@ -66,7 +66,8 @@ class Scheduler {
     waiting_most_ = maximum(waiting_most_, maximum(published_, claimed_) - claimed_);
     const u32 wanted = anything_left() ? 0 : maximum(limit, published_) - published_;
     if (P::lane() == 0) {
-      // Block scope, relaxed: a hint to the arrivals subscriber that more tiles would feed someone.
+      // Block scope, relaxed: a hint to the arrivals subscriber that more tiles would feed
+      // processors.
       P::template store_relaxed<Scope::block>(rank_.os.wanted, wanted);
     }
     return claimed_ != before || published > 0;
@@ -77,14 +78,14 @@ class Scheduler {
 
   /// Whether the call is over for this rank, by what the last sweep saw: counts seen from all
   /// peers, every received row returned, every token combined (combines_of), and every processor
-  /// back at the ring (so that all have read this call's epoch). Each of these stays so once it is.
-  /// Without rows nobody need say how tiles are made.
+  /// back at the ring (so that all have read this call's epoch). Each of these stays true once it
+  /// is. Without rows no actor need decide how tiles are made.
   ///
-  /// And every returns subscriber has listed its chunks. Where processors wait for rows themselves
-  /// nothing else would need all of these warps, and one that has not looked since the call was
-  /// planned would leave its credits, full, to the next call. It lists as soon as the call is
-  /// planned, long before rows come back, so a call waits for it only if it stands still. A call
-  /// without tokens has no chunks.
+  /// In addition, every returns subscriber must have listed its chunks. Where processors wait for
+  /// rows themselves, nothing else needs all of these warps, and one that has not looked since the
+  /// call was planned would leave its credits, full, to the next call. It lists as soon as the call
+  /// is planned, long before rows come back, so a call waits only for a warp that stands still. A
+  /// call without tokens has no chunks.
   bool finished() const {
     const u32 expected = P::template load_relaxed<Scope::block>(rank_.os.rows_expected);
     // Relaxed: publishes nothing.
@@ -97,16 +98,16 @@ class Scheduler {
            claimed_ == published_ + rank_.geometry().processors;
   }
 
-  /// Tells everyone to leave, and starts the next epoch. Only after finished(): a processor that
-  /// had not read the epoch yet would otherwise wait for the wrong call.
+  /// Ends the call for all actors and starts the next epoch. Only after finished(): a processor
+  /// that had not read the epoch yet would otherwise wait for the wrong call.
   void interrupt() {
     if (P::lane() == 0) {
       P::template store_relaxed<Scope::device>(rank_.memory.epoch, call_.epoch + 1);
-      // Relaxed: publishes nothing. The next call gets all of this one from the kernel boundary, or
-      // from whatever joins the actors.
+      // Relaxed: publishes nothing. The next call gets all of this one's effects from the kernel
+      // boundary, or from the join of the actors.
       P::template store_relaxed<Scope::device>(&state_.interrupt.value, 1U);
       if constexpr (P::has_faults()) {
-        // Relaxed, as the epoch: no part of this call is begun any more.
+        // Relaxed, as the epoch: no part of this call begins any more.
         P::template count_relaxed<Scope::device>(rank_.memory.calls, 1U);
       }
       CallRecord& record = *rank_.memory.record;
@@ -116,7 +117,7 @@ class Scheduler {
     }
     for (u32 peer = P::lane(); peer < rank_.geometry().world; peer += P::kLanes) {
       // Relaxed: a number that the host reads after the call. All rows that went have come back.
-      // Behind the word for which everyone waits.
+      // Comes after the word for which all actors wait.
       rank_.memory.peer_records[peer].rows_carried =
           P::template load_relaxed<Scope::device>(rank_.memory.rows_carried(call_.epoch, peer));
     }
@@ -131,20 +132,20 @@ class Scheduler {
   /// Words of one mailbox that have been read and not handed out: lane i holds word i.
   struct Batch {
     u64 word = 0;
-    u32 expert = kNone;   // whose weights word i's tile is multiplied by; kNone: nobody asks
-    bool narrow = false;  // word i's tile is
+    u32 expert = kNone;   // expert of word i's tile; kNone: not needed
+    bool narrow = false;  // word i's tile is narrow
     u32 size = 0;
     u32 next = 0;      // first word not handed out completely
-    u32 together = 0;  // words from there on that are handed out together; 0: not chosen yet
+    u32 together = 0;  // words from there on whose parts are handed out together; 0: not chosen yet
     bool by_turns = false;
-    u32 parts = 0;      // of all of these words
-    u32 part = 0;       // the first of them that is not handed out
-    u32 row = 1;        // parts that have the same columns, or that are of the same tile
+    u32 parts = 0;      // of all words handed out together
+    u32 part = 0;       // the first part that is not handed out
+    u32 row = 1;        // consecutive parts that share columns (by turns) or a tile
     u32 cursor = 0;     // slots of the mailbox that have been read
-    bool more = false;  // the next one holds a word, which waits for others of its expert
+    bool more = false;  // the next slot holds a word, which waits for others of its expert
     bool empty() const { return next == size; }
-    /// Becomes the other one, if so. Field by field, or the compiler would choose between addresses
-    /// and keep all batches in memory.
+    /// Becomes `other` if `so` is set. Field by field, or the compiler would choose between
+    /// addresses and keep all batches in memory.
     void become(bool so, const Batch& other) {
       word = so ? other.word : word;
       expert = so ? other.expert : expert;
@@ -171,7 +172,7 @@ class Scheduler {
 
   /// Refills the batches that are used up.
   void fetch(const Words& words) {
-    u32 read = 0;  // bit k: words of kind k have been
+    u32 read = 0;  // bit k: words of kind k have been read
     for_each_batch([&](TaskKind kind, Batch& batch) {
       if (!batch.empty()) {
         return;
@@ -180,11 +181,11 @@ class Scheduler {
       batch.word =
           batch.cursor + P::lane() < mailbox.capacity ? words.of_kind[static_cast<u32>(kind)] : 0;
       const u32 epoch = ReadyWord(batch.word).epoch();
-      if (epoch > call_.epoch) {  // nobody writes such a word
+      if (epoch > call_.epoch) {  // no actor writes such a word
         reject_damaged(rank_, call_, FailureKind::word_damaged, Actor::scheduler,
                        batch.cursor + P::lane(), batch.word);
       }
-      // In order: an unfilled slot holds back those behind it.
+      // In order: an unfilled slot holds back those after it.
       const u32 unfilled = P::ballot(epoch != call_.epoch);
       batch.size = unfilled == 0 ? P::kLanes : P::first_lane(unfilled);
       batch.next = 0;
@@ -205,9 +206,9 @@ class Scheduler {
     }
   }
 
-  /// Notes whose weights the tiles of a batch that has just been read need, if several may share
-  /// some: not where none is cut into `wide_parts`, as in a call of few rows, which is in a hurry.
-  /// Of large experts, keeps no words of an expert that may have more.
+  /// Notes whose weights the tiles of a newly read batch need, if several may share some: not where
+  /// no tile is cut into `wide_parts`, as in a call of few rows, where latency counts. For large
+  /// experts, keeps no words of an expert that may have more.
   void find_experts(Batch& batch, u32 wide_parts) {
     const ReadyWord word(batch.word);
     const bool there = P::lane() < batch.size;
@@ -220,15 +221,15 @@ class Scheduler {
     }
   }
 
-  /// Of a batch that has words of several experts, gives those of the last one back: others of it
-  /// may stand behind them.
+  /// Returns the last expert's words to the mailbox if the batch has words of several experts,
+  /// because more words of that expert may follow in the mailbox.
   void leave_last_expert(Batch& batch) const {
     const u32 last = P::broadcast(batch.expert, batch.size - 1);
     const u32 others = P::ballot(P::lane() < batch.size && batch.expert != last);
     if (others == 0) {
       return;
     }
-    const u32 size = P::count(P::ballot(others >> P::lane() != 0));  // up to the last other one
+    const u32 size = P::count(P::ballot(others >> P::lane() != 0));  // to the last other expert
     batch.cursor -= MOEOS_PLANTED(words_given_back_are_lost) ? 0 : batch.size - size;
     batch.size = size;
     batch.more = true;
@@ -236,11 +237,12 @@ class Scheduler {
 
   /// Chooses the words, from the batch's next one on, whose parts are handed out together.
   ///
-  /// Wide tiles of one expert: by turns, the first part of each tile, then the second. So
+  /// Wide tiles of one expert go by turns: the first part of each tile, then the second. So
   /// processors that begin one after the other read the same columns of weights, and read them from
   /// L2. Tile by tile, an expert's weights would pass through L2 once a tile, and large ones do not
-  /// stay there from one tile to the next. Narrow tiles: one after the other, since nobody shares
-  /// their weights; together only because words that are published at once take the time of one.
+  /// stay there from one tile to the next. Narrow tiles go one after the other, since no tile
+  /// shares their weights; together only because words that are published at once take the time of
+  /// one.
   void begin_together(Batch& batch) {
     const u32 expert = P::broadcast(batch.expert, batch.next);
     const bool narrow = P::broadcast(batch.narrow ? 1U : 0U, batch.next) != 0;
@@ -263,18 +265,29 @@ class Scheduler {
     return ready;
   }
 
-  /// The same, or words wait in a mailbox for others of their expert.
+  /// Whether any word is ready, or waits in a mailbox for others of its expert.
   bool anything_left() {
     bool left = false;
     for_each_batch([&](TaskKind, Batch& batch) { left = left || !batch.empty() || batch.more; });
     return left;
   }
 
-  /// Whether the rows that this rank sends are few, which it knows once it is routed: each token
-  /// goes once to each peer, and has several rows there.
+  /// Whether a call that sends each token once sends at most half as many rows as it has pairs, by
+  /// even routing: a token's k pairs go to P(1 - (1 - 1/P)^k) ranks.
+  static constexpr bool tokens_are_half_of_pairs(const Dimensions& dimensions) {
+    double elsewhere = 1.0;  // the share of tokens that send a rank nothing
+    for (u32 j = 0; j < dimensions.top_k; ++j) {
+      elsewhere *= 1.0 - 1.0 / dimensions.world;
+    }
+    return 2.0 * dimensions.world * (1.0 - elsewhere) <= dimensions.top_k;
+  }
+
+  /// Whether this rank sends few rows, which it knows once it is routed: each token goes once to
+  /// each peer and has several rows there.
   bool rows_are_few() const {
     const Geometry& geometry = rank_.geometry();
-    if (geometry.large_experts != 0 || !geometry.deduplicates_any() || !geometry.dedup_halves()) {
+    if (geometry.large_experts != 0 || !geometry.deduplicates_any() ||
+        !tokens_are_half_of_pairs(geometry)) {
       return false;
     }
     // Pairs with finish_routing: how many rows go to each peer. The sweep has read `routed`.
@@ -287,8 +300,9 @@ class Scheduler {
     return P::ballot(many) == 0;
   }
 
-  /// Whether this rank sends some peer more rows than its cell there has places, which it knows as
-  /// the last. Then so do others, perhaps to this one, and wait for what second products return.
+  /// Whether this rank sends some peer more rows than its cell there has slots, which it knows once
+  /// it is routed. Then other ranks do so, too, perhaps to this one, and wait for what GEMM1
+  /// returns.
   bool returns_are_awaited() const {
     const Geometry& geometry = rank_.geometry();
     if (!geometry.rings_cells()) {
@@ -303,8 +317,8 @@ class Scheduler {
     return P::ballot(overflows) != 0;
   }
 
-  /// Whether links have room for what second products return: all rows have left, or they are few;
-  /// or whether that goes before.
+  /// Whether GEMM1 may return results: the links have room, since all rows have left or are few, or
+  /// results take precedence (returns_are_awaited).
   bool may_return() {
     if (sending_ && routed_ && !links_looked_at_) {
       links_looked_at_ = true;
@@ -313,19 +327,19 @@ class Scheduler {
     return !sending_ || links_have_room_;
   }
 
-  /// What is handed out next, of what is ready. First products go first while rows are still being
-  /// sent, unless these are few: what a second one returns would compete with them for the links.
-  /// Then they have turns.
+  /// Chooses the product whose parts are handed out next, of those that are ready. GEMM0 goes first
+  /// while many rows are still being sent: the results that GEMM1 returns would compete with them
+  /// for the links. Otherwise the products take turns.
   TaskKind next_kind() {
     const bool second = first_.empty() || (!second_.empty() && may_return() && second_in_turn());
     return product_kind(second ? 1 : 0);
   }
 
-  /// Whose turn it is when both products are ready. Of small experts, each has as much of the
-  /// processors' time: second products alone would fill the links again and wait for them, and
-  /// leave first ones for the end of the call, when the links have nothing to do. Of large experts,
-  /// the weights of both would drive each other out of the cache: second ones go first, but wait
-  /// for the end of the first ones that are handed out together, and so collect a whole expert's.
+  /// Whether GEMM1 has its turn when both products are ready. With small experts, both get the same
+  /// share of the processors' time: GEMM1 alone would fill the links again and wait for them, and
+  /// leave GEMM0 for the end of the call, when the links have nothing to do. With large experts,
+  /// the weights of both would evict each other from the cache: GEMM1 goes first, but waits for the
+  /// end of the GEMM0 words that are handed out together, and so collects a whole expert's tiles.
   /// Turns took 3 to 4 % off large calls of small experts, and made those of DeepSeek-V3 7 %
   /// slower.
   bool second_in_turn() const {
@@ -338,7 +352,7 @@ class Scheduler {
   /// it published.
   u32 publish_up_to(u32 limit) {
     const u32 before = published_;
-    // No fence: the one behind the polls that found these words (fetch) also stands before the
+    // No fence: the fence after the polls that found these words (fetch) also stands before the
     // words below, and so orders what it has acquired before them, for the processors that acquire
     // them.
     while (published_ < limit && anything_ready()) {
@@ -351,7 +365,7 @@ class Scheduler {
       for_each_batch([&](TaskKind its, Batch& found) { found.become(its == kind, batch); });
       const Geometry& geometry = rank_.geometry();
       if (geometry.large_experts == 0 && both && may_return()) {
-        // A part takes about as long as its input's rows are.
+        // A part takes time in proportion to the bytes of a row of its input.
         second_products_ahead_ += kind == kSecondProduct.kind
                                       ? static_cast<i32>(handed * geometry.hidden_bytes)
                                       : -static_cast<i32>(handed * geometry.sent_bytes);
@@ -394,10 +408,10 @@ class Scheduler {
   Batch second_;
   u32 sweeps_ = 0;
   u32 waiting_most_ = 0;  // words published and not claimed, at most
-  // Processors' time that second products have had more than first ones, while they alternated, as
-  // bytes of their inputs' rows; what is handed out at once keeps it small.
+  // Processors' time that GEMM1 has had more than GEMM0 while they alternated, as bytes of their
+  // inputs' rows; bounded, because few parts are handed out at once.
   i32 second_products_ahead_ = 0;
-  // Of the last sweep.
+  // As of the last sweep:
   u32 published_ = 0;  // words of the ring, and those published since
   u32 claimed_ = 0;
   u32 returned_ = 0;
@@ -406,7 +420,7 @@ class Scheduler {
   bool planned_ = false;  // it is known how tiles are made
   bool sending_ = true;   // Dispatch is not over
   bool links_looked_at_ = false;
-  bool links_have_room_ = false;  // beside Dispatch; not known before they are looked at
+  bool links_have_room_ = false;  // for results during Dispatch; not known before links_looked_at_
   bool leaving_ = false;
 };
 

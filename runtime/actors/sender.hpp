@@ -2,16 +2,17 @@
 // The actor that puts staged rows to remote peers, at most a window of them under way to each.
 //
 // Processors stage rows and post requests (packet.hpp); a task never waits for a window, only a
-// request does, in its peer's outbox, behind nobody else's. Every put adds its rows to `landed` in
-// the peer's heap behind its bytes, and the peer's sender tells what it has seen of that back into
-// `echoed` here: the difference to what was put is what may still be on the way. So with P - 1
-// senders a receiver has at most P - 1 windows before it, whatever they want to send (the thesis'
-// runs on several nodes died of incast).
+// request does, in its peer's outbox, where only requests to that peer precede it. Every put adds
+// its rows to `landed` in the peer's heap after its bytes, and the peer's sender adds what it has
+// seen there to `echoed` here: the difference from what was put is what may still be under way. So
+// with P - 1 senders a receiver faces at most P - 1 windows, however much they want to send (the
+// thesis' runs on several nodes died of incast).
 //
 // A window always opens again: rows are echoed as soon as they have landed, by an actor that waits
-// for nothing, into places that are free when a row is sent, so it does not matter what the peer's
-// processors do. And nobody needs the echo of a peer whose call is over: it ends with all that was
-// put to it. May not know: how rows are computed, what becomes of them at the peer.
+// for nothing, and they land in slots that are free when a row is sent, so it does not matter what
+// the peer's processors do. No rank needs the echo of a peer whose call is over: that call ends
+// only with all that was put to it. Must not depend on: how rows are computed, what becomes of them
+// at the peer.
 #pragma once
 
 #include "runtime/memory/rank.hpp"
@@ -23,8 +24,8 @@
 
 namespace moeos {
 
-/// One of P::kSenders warps of the OS block. The first looks at what comes from peers. If it is not
-/// the only one, the others put, because an echo must not wait for a put: each takes every
+/// One of P::kSenders warps of the OS block. The first warp looks at what comes from peers. If
+/// there are others, they put, because an echo must not wait for a put: each takes every
 /// kPutters-th request of every peer.
 template <Platform P>
 class Sender {
@@ -77,8 +78,8 @@ class Sender {
     return progress;
   }
 
-  /// After the call: if it has failed here, the sender that comes first tells remote peers. Any of
-  /// them does, since another may stand in a put that does not return.
+  /// After the call: if it has failed here, informs remote peers. Every sender does so, and the
+  /// first to arrive puts, since another may stand in a put that does not return.
   void leave() const {
     const bool told = MOEOS_PLANTED(only_the_first_sender_tells) && index_ != 0;
     if (world_ > 0 && P::lane() == 0 && !told) {
@@ -87,7 +88,7 @@ class Sender {
     }
   }
 
-  /// Missing is the first remote peer's word on all rows that were put there.
+  /// Missing is the echo of the first remote peer that has not echoed all rows put there.
   Answer answer(Failure& failure) const {
     for (u32 peer = 0; peer < world_; ++peer) {
       const u32 under_way =
@@ -104,17 +105,17 @@ class Sender {
   }
 
  private:
-  /// The first that this sender takes of any peer's; kNone if it puts nothing.
+  /// The first request that this sender takes in any peer's outbox; kNone if it puts nothing.
   u32 first_request() const { return P::kSenders == 1 ? 0 : index_ == 0 ? kNone : index_ - 1; }
 
-  /// Rows that the peer has told of, since the last reset, modulo 2^32.
+  /// Rows that the peer has echoed since the last reset, modulo 2^32.
   u32 echoed(u32 peer) const {
     // Relaxed: it only lets more rows be put.
     return P::template load_relaxed<Scope::system>(
         rank_.template here<u32>(rank_.layout.echoed(peer)));
   }
 
-  /// Tells remote peers what has landed of the rows that they put here.
+  /// Echoes to remote peers what has landed of the rows that they put here.
   bool echo() {
     bool told = false;
     for (u32 peer = P::lane(); peer < world_; peer += P::kLanes) {
@@ -126,8 +127,8 @@ class Sender {
           rank_.template here<u32>(rank_.layout.landed(peer)));
       u32* const told_of = rank_.memory.rows_told(peer);
       if (landed != *told_of) {
-        // What is new, not the sum: sums could overtake each other on the way, and an older one
-        // would close a window that nobody opens again.
+        // Sends what is new, not the sum: sums could overtake each other on the way, and an older
+        // one would close a window that no later word opens again.
         const u64 echoed = rank_.layout.echoed(rank_.rank);
         MOEOS_PLANTED(echoes_are_sums) ? rank_.platform.put_word(peer, echoed, landed)
                                        : rank_.platform.add_word(peer, echoed, landed - *told_of);
@@ -153,7 +154,7 @@ class Sender {
         reject_damaged(rank_, call_, FailureKind::task_damaged, Actor::sender, word.task(), 0);
         return false;
       }
-      // Copies: what has been looked at is what is put.
+      // Copies: what has been checked is what is put.
       expert = task.local_expert;
       segment = task.segments[word.part()];
       rows = segment.rows;
@@ -190,8 +191,8 @@ class Sender {
       u32 before = P::template load_relaxed<Scope::device>(put);
       while (MOEOS_PLANTED(windows_have_no_end) ||
              before - echoed(peer) + rows <= rank_.geometry().window()) {
-        // Publishes nothing: it only makes the room ours. Each turn means that another sender has
-        // taken room.
+        // Publishes nothing: it only takes the room. Each retry means that another sender has taken
+        // room.
         if (P::template compare_exchange_release<Scope::device>(put, before, before + rows)) {
           reserved = 1;
           break;

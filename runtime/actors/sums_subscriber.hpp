@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The subscriber of sums over slices: groups of tokens whose partial sums, or whose sums, are here
-// are handed out as Combine. It compares, too, what all slices say of their call.
+// The subscriber of sums over slices: hands out groups of tokens whose partial sums, or whose sums,
+// are here as Combine. It also compares what all slices say of their call.
 //
-// As the others of Algorithm 2: step() looks once at its words and returns whether anything was
-// new, and answer() says what it still waits for. No slice waits for another before it computes,
-// and a late one holds up the tokens alone of which something is missing. May not know: what a part
-// computes.
+// Like the other actors of Algorithm 2: step() looks once at its words and returns whether anything
+// was new, and answer() says what it still waits for. No slice waits for another before it
+// computes, and a late slice holds up only the tokens that miss something. Must not depend on: what
+// a part computes.
 #pragma once
 
 #include "runtime/health/grace_time.hpp"
@@ -32,7 +32,8 @@ class SumsSubscriber {
     for (u32 s = P::lane(); s < geometry.slices; s += P::kLanes) {
       rank.os.slices_heard[s] = 0;
     }
-    // The others' groups first: their owners have begun with them, as this rank does with its own.
+    // The other owners' groups come first: the owners begin with them, as this rank begins with its
+    // own.
     for (u32 turn = 1; turn <= geometry.slices; ++turn) {
       const u32 owner = (rank.slice + turn) % geometry.slices;
       const bool here =
@@ -55,16 +56,16 @@ class SumsSubscriber {
     return (may_hand_out() && take_in()) || heard;
   }
 
-  /// By one lane. A slice that has not sent a sum may wait for another's partial sums of it; one
-  /// that has not made this call, for either in the call before. One that shares out experts with
-  /// other ranks may wait for their counts (CountsSubscriber::answer). Of two ranks there is nobody
-  /// else.
+  /// By one lane. A slice that has not sent a sum may wait for another slice's partial sums of it;
+  /// one that has not made this call, for either in the call before. A slice that shares out
+  /// experts with other ranks may wait for their counts (CountsSubscriber::answer). Where two ranks
+  /// are the whole world, there is no third one to wait for.
   Answer answer(Failure& failure) {
     const Geometry& geometry = rank_.geometry();
     const bool silent = names_silent(failure);
     const bool late = silent || names_late(failure);
     if (late) {
-      // As a count: it publishes nothing but itself (CountsSubscriber::waits).
+      // Relaxed, as for a count: it publishes nothing but itself (CountsSubscriber::waits).
       P::template store_relaxed<Scope::system>(
           reinterpret_cast<u64*>(rank_.heap + rank_.layout.awaits()), count_word(call_.epoch, 1));
     }
@@ -89,8 +90,9 @@ class SumsSubscriber {
     for (u32 s = P::lane(); s < rank_.geometry().slices; s += P::kLanes) {
       const u32 peer = rank_.peer_of_slice(s);
       send_identity(rank_, call_, peer);
-      // Publishes, with that fence, that this rank has read all sums of its calls before: others,
-      // which poll this word and fence, write the next ones over those of the last call but one.
+      // Publishes, with the fence above, that this rank has read all sums of its earlier calls:
+      // other ranks, which poll this word and fence, write the next sums over those of the last
+      // call but one.
       P::template publish<Scope::system>(
           reinterpret_cast<u64*>(rank_.platform.peer(peer) +
                                  rank_.layout.inputs(call_.epoch, rank_.slice)),
@@ -101,7 +103,7 @@ class SumsSubscriber {
 
   u64 call_of(u32 s) const {
     const u32 number = rank_.everywhere(rank_.peer_of_slice(s));
-    // As a count: it publishes nothing but itself.
+    // Relaxed, as for a count: it publishes nothing but itself.
     return open(P::template load_relaxed<Scope::system>(
         rank_.template here<u64>(rank_.layout.call_of(call_.epoch, number))));
   }
@@ -111,7 +113,7 @@ class SumsSubscriber {
         rank_.template here<u64>(rank_.layout.inputs(call_.epoch, s))));
   }
 
-  /// Compares which call each slice makes, and of what.
+  /// Compares which call each slice makes, and with which inputs.
   bool hear() {
     const u32 slices = rank_.geometry().slices;
     if (heard_ == slices) {
@@ -138,15 +140,15 @@ class SumsSubscriber {
     }
     P::sync_lanes();
     if (heard_ == slices && P::lane() == 0) {
-      // Relaxed: the scheduler compares a number. It lets no call end before: so slices are apart
-      // by at most one.
+      // Relaxed: the scheduler compares a number. It ends no call before this count, so slices are
+      // at most one call apart.
       P::template count_relaxed<Scope::device>(
           &rank_.memory.call(call_.epoch).tokens_combined.value, 1U);
     }
     return heard_ != before;
   }
 
-  /// Whether a flag is this call's. Without a fence, which follows before rows are read (hand_out).
+  /// Whether a flag is this call's. Without a fence: one follows before rows are read (hand_out).
   bool is_here(u64 offset) const {
     return P::template poll<Scope::system>(rank_.template here<u32>(offset)) == seal(call_.epoch);
   }
@@ -163,21 +165,21 @@ class SumsSubscriber {
     return all || MOEOS_PLANTED(partial_sums_are_not_awaited);
   }
 
-  /// Whether slots of the ready ring may be taken: behind those that stand for a plan's parts,
+  /// Whether slots of the ready ring may be taken: only after those that stand for a plan's parts,
   /// which processors find by their numbers.
   bool may_hand_out() const {
     const Geometry& geometry = rank_.geometry();
     if (!geometry.may_await(call_.tokens) && !geometry.plans_by_counts(call_.tokens)) {
       return true;
     }
-    // Pairs with ArrivalsSubscriber::decide, behind the fence of hand_out.
+    // Pairs with ArrivalsSubscriber::decide, with the fence of hand_out.
     return agreed<P>(P::template poll<Scope::block>(rank_.os.planned)) !=
                static_cast<u32>(Planned::unknown) ||
            MOEOS_PLANTED(sums_do_not_await_the_plan);
   }
 
-  /// Looks at some of the groups that are awaited, by turns, and hands out those that have come.
-  /// What is last in the list takes their places there.
+  /// Looks at some of the awaited groups, by turns, and hands out those that have come. The last
+  /// entries of the list take the freed entries.
   bool take_in() {
     const u32 end = minimum(turn_ + kLooks * P::kLanes, awaited_);
     u32 kept = turn_;
@@ -187,7 +189,7 @@ class SumsSubscriber {
       const bool ready = is_ready(entry) && there;
       const u32 all_ready = P::ballot(ready);
       const u32 all_kept = P::ballot(there && !ready);
-      P::sync_lanes();  // all lanes have read the places that are written now
+      P::sync_lanes();  // all lanes have read the entries that are written now
       if (there && !ready) {
         rank_.os.sums_awaited[kept + P::lanes_before(all_kept)] = entry;
       }
@@ -202,14 +204,14 @@ class SumsSubscriber {
     for (u32 i = P::lane(); i < moved; i += P::kLanes) {
       rank_.os.sums_awaited[kept + i] = rank_.os.sums_awaited[awaited_ - moved + i];
     }
-    P::sync_lanes();  // the list is whole for whoever looks next
+    P::sync_lanes();  // the list is whole for the lanes that look next
     awaited_ -= gone;
     turn_ = kept < awaited_ ? kept : 0;
     return gone != 0;
   }
 
   void hand_out(SumGroup entry, bool ready, u32 all_ready) const {
-    // Pairs with send_partials and send_totals, and publishes what they did to the processors.
+    // Pairs with send_partials and send_totals, and publishes what they wrote to the processors.
     P::template acquire_fence<Scope::system>();
     P::sync_lanes();
     P::template publish_fence<Scope::device>();
@@ -232,7 +234,7 @@ class SumsSubscriber {
     failure.seen = owes;
   }
 
-  /// A slice that has not said which call it makes.
+  /// Names a slice that has not said which call it makes.
   bool names_silent(Failure& failure) const {
     for (u32 s = 0; s < rank_.geometry().slices; ++s) {
       if (call_of(s) >> 32 != call_.epoch || inputs_of_slice(s) >> 32 != call_.epoch) {
@@ -243,8 +245,9 @@ class SumsSubscriber {
     return false;
   }
 
-  /// The first group of which another slice has not sent what it owes; partial sums first, for
-  /// which owners wait. Not where this rank itself has not sent its own: then nobody else is late.
+  /// Names the first group for which another slice owes something; partial sums first, because
+  /// owners wait for them. Skips groups for which this rank itself has not sent its partial sums:
+  /// then the others are not late.
   bool names_late(Failure& failure) const {
     const Geometry& geometry = rank_.geometry();
     bool found = false;
@@ -278,7 +281,7 @@ class SumsSubscriber {
   bool told_ = false;
   u32 heard_ = 0;    // slices that make our call
   u32 awaited_ = 0;  // groups that were not here at the last look
-  u32 turn_ = 0;     // of these, the one from which on the next step looks
+  u32 turn_ = 0;     // the group from which on the next step looks
   GraceTime<P> grace_time_;
 };
 

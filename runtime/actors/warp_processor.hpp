@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // A processor that is one warp: fetches a part, runs it and completes it, one after the other, and
-// is a courier besides.
+// is also a courier.
 //
-// What the twin's threads are. (On the GPU a block's warps have a role each: kernels/sm90.) May not
-// know: arithmetic, element types.
+// The twin's threads run it. (On the GPU each warp of a block has its role: kernels/sm90.) Must not
+// depend on: arithmetic, element types.
 #pragma once
 
 #include "runtime/actors/courier.hpp"
@@ -27,23 +27,24 @@ namespace moeos {
 /// What a processor of one warp computes; every function runs to its end without waiting.
 template <class K>
 concept Kernels = requires(K& kernels, const Task& task, u32 index, const u8* from, u8* row) {
-  kernels.copy_row(index, row);      // the token's row of x, to its place in a cell
-  kernels.replicate_row(from, row);  // a row of a cell, to another place there
-  // A token whose rows are all back, or that sent none, to its output row; of slices, to its owner.
+  kernels.copy_row(index, row);      // the token's row of x, to its slot in a cell
+  kernels.replicate_row(from, row);  // a row of a cell, to another slot there
+  // A token whose rows are all back, or that sent none, to its output row; with slices, to its
+  // owner.
   kernels.combine(index);
-  // block of tokens -> first token with logits that are not finite, or kNone
+  // block of tokens -> first token whose gate logits are not finite, or kNone
   { kernels.route(index) } -> SameAs<u32>;
   kernels.product(task, index);  // tile, N-part
 };
 
-/// And where experts are sliced.
+/// Additional kernels where experts are sliced.
 template <class K>
 concept SlicedKernels = requires(K& kernels, const Task& task, u32 index) {
   kernels.add_slices(task, index);  // a token's sums over slices, to its output row
 };
 
-/// Copies the rows of a part of Dispatch to the cell of the rank that owns their experts (or to its
-/// place until it is put), from `begun` on, or later if a link is slow. Returns how many go there.
+/// Copies the rows of a part of Dispatch to the cell of the rank that owns their experts (or to the
+/// send buffer), from `begun` on, or later if a link is slow. Returns how many go there.
 template <Platform P, Kernels K>
 u32 copy_rows(const Rank<P>& rank, const Call& call, const RoutingMap& map, K& kernels,
               const Courier<P>& courier, const CourierPart& part, u64& begun) {
@@ -70,7 +71,8 @@ u32 copy_rows(const Rank<P>& rank, const Call& call, const RoutingMap& map, K& k
   return count;
 }
 
-/// Copies the rows of a chunk whose tokens came once from where they are. Returns how many.
+/// Copies the rows that did not cross the link, of a chunk whose source sends each token once.
+/// Returns how many.
 template <Platform P, Kernels K>
 u32 replicate_rows(const Rank<P>& rank, const Call& call, K& kernels, const CourierPart& part) {
   u32 copied = 0;
@@ -139,7 +141,7 @@ bool run_dispatch(const Rank<P>& rank, const Call& call, const RoutingMap& map,
   return true;
 }
 
-/// Spreads some tokens, once it is known where they go, if there are any left.
+/// Sends the rows of some tokens, once it is known where they go, if there are tokens left.
 template <Platform P, Kernels K>
 bool run_token_dispatch(const Rank<P>& rank, const Call& call, const RoutingMap& map,
                         const Processor<P>& processor, K& kernels, TokenDispatch<P>& by_token,
@@ -177,7 +179,7 @@ bool run_token_dispatch(const Rank<P>& rank, const Call& call, const RoutingMap&
         event.end_ns = trace_time<P>(geometry);
         event.computed = event.stored = since_begin(event, end);
         trace.note(event);
-        begin = end;  // the time of all is the first event's
+        begin = end;  // the first event has the time of all
       }
     }
     processor.pace().end_part();
@@ -187,7 +189,7 @@ bool run_token_dispatch(const Rank<P>& rank, const Call& call, const RoutingMap&
 }
 
 /// Fetch, run, repeat, until the scheduler interrupts or the call is aborted. Dispatch goes before
-/// everything: other ranks wait for it.
+/// everything else: other ranks wait for it.
 template <Platform P, Kernels K>
 void run_processor(const Rank<P>& rank, const Call& call, K& kernels, u32 index) {
   forget_last_call(rank, index);
@@ -211,7 +213,7 @@ void run_processor(const Rank<P>& rank, const Call& call, K& kernels, u32 index)
     }
     MOEOS_CHECK(task.epoch == call.epoch && task.kind == word.kind());
     const auto found = [&](u32, u32 pair, u32 row) {
-      if (rank.geometry().reads_in_place(call.tokens)) {  // else whoever sent the row notes it
+      if (rank.geometry().reads_in_place(call.tokens)) {  // else the sender notes it
         rank.memory.pair_row[pair] = row;
       }
     };

@@ -2,9 +2,9 @@
 // Which launch a block belongs to, and whether that launch has its rank to itself.
 //
 // A launch is the next call of its rank, and the calls of a rank follow each other. Two launches at
-// once, as replays of a graph on two streams, would share every queue and counter. No launch knows
-// its own number, but each block can count: in call n it begins for the n-th time. Who finds that
-// it is in another call takes no part. May not know: what a call does.
+// once, such as replays of a graph on two streams, would share every queue and counter. No launch
+// knows its own number, but each block can count: in call n it begins for the n-th time. A block
+// that finds itself in another call takes no part. Must not depend on: what a call does.
 #pragma once
 
 #include "runtime/memory/memory.hpp"
@@ -13,31 +13,33 @@
 
 namespace moeos {
 
-/// Block `block` of a rank's launch begins; `epoch` as it has read it. False: another launch's
-/// block of this number is in that call, which runs or has failed. Then it may touch nothing of the
-/// rank's but these numbers and, to say so, a failure. So a call has one block of each number, and
-/// one OS block. One thread.
+/// Counts that block `block` of a rank's launch begins; `epoch` as the block has read it. False:
+/// another launch's block of this number is in that call, which runs or has failed. Then this block
+/// must not access anything of the rank except these numbers and, to report it, a failure. So a
+/// call has one block of each number, and one OS block. One thread.
 template <Platform P>
 bool attend(const RankMemory& memory, u32 epoch, u32 block) {
-  // Relaxed: it publishes nothing, and nothing is read because of it. What the last launch wrote is
-  // here by the end of its kernel; a launch that does not wait for that end is the error which
-  // these numbers show. It does not wait for the epoch: both are asked for together.
+  // Relaxed: it publishes nothing, and nothing is read because of it. The end of the last launch's
+  // kernel makes what it wrote visible here; a launch that does not wait for that end is the error
+  // that these numbers reveal. The addition does not wait for the epoch: both are asked for
+  // together.
   return P::template add_relaxed<Scope::device>(&memory.blocks_begun[block], 1U) + 1 == epoch;
 }
 
-/// Whether all blocks of the calls before have ended, of `blocks` in each, and no other. Else there
-/// is a launch beside this one, some of whose blocks are still there, or have left because they
-/// were in no call. By the OS block, if it attends: no block of its call ends well before it.
+/// Whether all blocks of the earlier calls have ended, `blocks` in each, and no other block.
+/// Otherwise another launch runs at the same time: some of its blocks are still there, or have left
+/// because they were in no call. By the OS block, if it attends: no block of its call ends well
+/// before it.
 template <Platform P>
 bool is_alone(const RankMemory& memory, u32 epoch, u32 blocks) {
-  // Relaxed: as above.
+  // Relaxed, as in attend.
   return P::template load_relaxed<Scope::device>(memory.blocks_ended) == u64{epoch - 1} * blocks;
 }
 
-/// A block ends: none of its warps uses the rank's memory any more. One thread.
+/// Counts that a block ends: none of its warps uses the rank's memory any more. One thread.
 template <Platform P>
 void depart(const RankMemory& memory) {
-  // Relaxed: as above. Nobody waits for it.
+  // Relaxed, as in attend. No actor waits for it.
   P::template count_relaxed<Scope::device>(memory.blocks_ended, u64{1});
 }
 

@@ -2,9 +2,9 @@
 // Faults on demand: how an actor does what its rank's plan (records.def) says.
 //
 // Nothing is compiled on a machine without P::has_faults(). Every wait here ends at its time, or
-// when the call has failed, which the scheduler's Watch sees to: a fault that lasts longer than the
-// deadline is noticed as any other silence. The loops over a plan's entries are not unrolled: there
-// is no use in more code. May not know: how a plan came here; what a part computes.
+// when the call has failed, which the scheduler's Watch ensures: a fault that lasts longer than the
+// deadline is noticed like any other silence. The loops over a plan's entries are not unrolled, to
+// keep code small. Must not depend on: how a plan came here; what a part computes.
 #pragma once
 
 #include "runtime/memory/rank.hpp"
@@ -15,7 +15,7 @@
 
 namespace moeos {
 
-/// One lane.
+/// Waits until time `ns`, or until the call must be left. One lane.
 template <Platform P>
 void wait_until(const Rank<P>& rank, const Call& call, u64 ns) {
   u32 idle = 0;
@@ -24,24 +24,24 @@ void wait_until(const Rank<P>& rank, const Call& call, u64 ns) {
   }
 }
 
-/// Until when a hold lasts, which begins with the first actor that asks. One lane.
+/// The end of a hold, which begins with the first actor that asks. One lane.
 template <Platform P>
 u64 held_until(const FaultPlan& plan, Hold& hold) {
   const u64 now = P::now_ns();
   // Publishes nothing: of the actors that come here, it elects the one whose time counts.
   const bool first =
       P::template compare_exchange_release<Scope::system>(&hold.since_ns, u64{0}, now);
-  // Relaxed: the word speaks for itself.
+  // Relaxed: only the word itself is used.
   const u64 since = P::template load_relaxed<Scope::system>(&hold.since_ns);
   if (first && hold.kills != 0) {
-    // Publishes nothing; asks a thread of the host's.
+    // Publishes nothing; asks a thread of the host.
     P::template store_release<Scope::system>(plan.kill_word, 1U);
   }
   const u64 end = since + hold.hold_ns;
   return end < since ? ~u64{0} : end;
 }
 
-/// What the plan says of a part of a stage: visit(plan, hold) for each hold of it, in its order.
+/// Calls visit(plan, hold) for each hold of the plan that concerns a part of a stage, in its order.
 template <Platform P, class Visit>
 void for_each_hold(const Rank<P>& rank, Stage stage, Visit visit) {
   if constexpr (P::has_faults()) {
@@ -73,8 +73,8 @@ bool hold_back(const Rank<P>& rank, const Call& call, Stage stage) {
   return go;
 }
 
-/// The same of an actor that must not wait, but comes back: whether it is kept from it now. A hold
-/// begins when the one before it is over, as there.
+/// hold_back for an actor that must not wait, but comes back: whether it is held back now. A hold
+/// begins when the hold before it is over, as there.
 template <Platform P>
 bool is_held_back(const Rank<P>& rank, Stage stage) {
   bool held = false;
@@ -84,7 +84,8 @@ bool is_held_back(const Rank<P>& rank, Stage stage) {
   return held;
 }
 
-/// Bytes of results that a part of a tile brings to a peer: its rows' are divided among its parts.
+/// Bytes of results that a part of a tile sends to a peer: the bytes of the tile's rows are divided
+/// among its parts.
 inline u64 result_bytes_to(const Geometry& geometry, const Task& task, u32 peer) {
   u64 rows = 0;
 #pragma unroll 1
@@ -94,9 +95,9 @@ inline u64 result_bytes_to(const Geometry& geometry, const Task& task, u32 peer)
   return rows * geometry.returned_bytes / task.parts;
 }
 
-/// Before a part is begun that brings bytes_to(peer) bytes to a peer: a slow link lets them through
-/// later. Here and not where they are announced, since the warp that fetches parts has room for
-/// more code. Returns for how many ns it has waited. One warp.
+/// Called before a part begins that sends bytes_to(peer) bytes to a peer: a slow link lets them
+/// through later. Here and not where they are announced, since the warp that fetches parts has room
+/// for more code. Returns how many ns it has waited. One warp.
 template <Platform P, class Bytes>
 u64 wait_for_links(const Rank<P>& rank, const Call& call, Bytes bytes_to) {
   if constexpr (P::has_faults()) {
@@ -115,8 +116,8 @@ u64 wait_for_links(const Rank<P>& rank, const Call& call, Bytes bytes_to) {
         if (link.bytes_per_second != 0) {
           const u64 ns = bytes * 1'000'000'000ULL / link.bytes_per_second;
           u64 before = 0;
-          // Each turn means that another processor has put rows into the link's queue. Publishes
-          // nothing: it only takes a place there.
+          // Each retry means that another processor has put rows into the link's queue. Publishes
+          // nothing: it only takes a place in that queue.
           do {
             before = P::template load_relaxed<Scope::system>(&link.free_ns);
             through = maximum(before, now) + ns;
@@ -132,7 +133,7 @@ u64 wait_for_links(const Rank<P>& rank, const Call& call, Bytes bytes_to) {
   return 0;
 }
 
-/// How fast a processor is: this one as fast as it can be.
+/// A processor's pace: this one is as fast as it can be.
 template <Platform P, bool = P::has_faults()>
 class Pace {
  public:
@@ -142,7 +143,7 @@ class Pace {
   void end_part() const {}
 };
 
-/// Or as slow as the plan says. Every function by one warp.
+/// A processor as slow as the plan says. Every function is called by one warp.
 template <Platform P>
 class Pace<P, true> {
  public:
@@ -156,25 +157,25 @@ class Pace<P, true> {
     }
   }
 
-  /// Before a part is begun that will be complete: a slow processor works at one part at a time, so
-  /// that the part's time is its own.
+  /// Called before a part begins that will be complete: a slow processor works at one part at a
+  /// time, so that the part's time is its own.
   void begin_part(const Rank<P>& rank, const Call& call) const {
     if (slow_ != nullptr && P::lane() == 0) {
       u32 idle = 0;
-      // Pairs with end_part: who looked at the time of the part before has done so.
+      // Pairs with end_part: the warp that looked at the time of the part before has done so.
       while (P::template load_acquire<Scope::device>(&slow_->under_way) != 0 &&
              !rank.leaving(call.epoch)) {
         P::pause(idle);
       }
-      // Relaxed: the block's own warps learn of the part, and of its time, by its slot.
+      // Relaxed: the block's own warps learn of the part, and of its time, through its slot.
       P::template store_relaxed<Scope::device>(&slow_->under_way, 1U);
       slow_->since_ns = P::now_ns();
     }
     P::sync_lanes();
   }
 
-  /// When a part is done, and before anybody is told. Returns by how many nanoseconds it takes
-  /// longer, to the first lane.
+  /// Called when a part is done, and before it is announced. Returns by how many nanoseconds it
+  /// takes longer, to the first lane.
   u64 slow_down(const Rank<P>& rank, const Call& call) const {
     u64 longer = 0;
     if (slow_ != nullptr && P::lane() == 0) {
@@ -187,10 +188,10 @@ class Pace<P, true> {
     return longer;
   }
 
-  /// When everybody has been told.
+  /// Called when the part has been announced.
   void end_part() const {
     if (slow_ != nullptr && P::lane() == 0) {
-      // Publishes that nobody looks at the part's time any more; pairs with begin_part.
+      // Publishes that no warp looks at the part's time any more; pairs with begin_part.
       P::template store_release<Scope::device>(&slow_->under_way, 0U);
     }
   }

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// How long an actor that knows who is late waits for news of somebody who is late before that one.
+// How long an actor that knows which rank is late waits for news of a rank that is late before that
+// one.
 //
-// A rank that waits for a peer may see only the last of several that wait for each other; the one
-// that waits for the first will say so, a little later perhaps. May not know: what is waited for.
+// Where ranks wait for each other in a chain, each rank sees only its own peer; the rank that waits
+// for the first late one will say so, perhaps a little later. Must not depend on: what is waited
+// for.
 #pragma once
 
 #include "runtime/memory/watchdog.hpp"
@@ -10,19 +12,19 @@
 
 namespace moeos {
 
-/// One actor's, in one call. By one lane.
+/// The grace time of one actor, in one call. By one lane.
 template <Platform P>
 class GraceTime {
  public:
-  /// For each link of the chain, from the rank that sees who is late: as much longer than it as
-  /// deadlines of ranks may end behind each other.
+  /// For each link of the chain, from the rank that sees who is late: how much longer each rank
+  /// waits than the next, since ranks' deadlines may end one after the other.
   static constexpr u64 kLinkNsMost = 250'000'000;
   static constexpr u32 kLinksOfDeadline = 8;
-  /// Of any chain.
+  /// Links of the longest chain.
   static constexpr u32 kLinksMost = 11;
 
-  /// What to say when asked: something is `late`, and somebody may know why behind up to so many
-  /// links.
+  /// The answer to an inquiry: something is `late`, and a rank up to `links` links away may know
+  /// why.
   Answer answer(bool late, u32 links, u64 deadline_ns) {
     if (!late) {
       const bool waited = since_ns_ != 0;
@@ -37,7 +39,7 @@ class GraceTime {
   }
 
  private:
-  u64 since_ns_ = 0;  // when it was asked first; 0: it was not
+  u64 since_ns_ = 0;  // when it was first asked; 0: it was not
 };
 
 }  // namespace moeos

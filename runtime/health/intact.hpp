@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies of descriptors, and whether they are what their posters have written, by a warp at once
-// (task.hpp has the latter for one thread). May not know: what they describe.
+// Copies of descriptors, and checks that they are what their posters have written, by a whole warp
+// (task.hpp has the check for one thread). Must not depend on: what descriptors describe.
 #pragma once
 
 #include "runtime/platform/concept.hpp"
@@ -16,8 +16,8 @@ bool is_intact(u32 word, u32 segments) {
   return P::exclusive_or(share_of(P::lane(), word, segments)) == kIntact;
 }
 
-/// Copies a descriptor to memory that all lanes see; false if it is not whole. What has been looked
-/// at is what is there.
+/// Copies a descriptor to memory that all lanes see; false if it is damaged. What has been checked
+/// is what was copied.
 template <Platform P>
 bool copy_intact(const Task& from, Task& to) {
   if constexpr (P::kLanes == 1) {

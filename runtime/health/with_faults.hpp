@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Makes any machine one whose actors do what a rank's fault plan says (runtime/health/faults.hpp).
 //
-// A class of its own, so that nothing of a kernel without faults changes, not even its symbols. May
-// not know: plans.
+// A class of its own, so that nothing of a kernel without faults changes, not even its symbols.
+// Must not depend on: plans.
 #pragma once
 
 namespace moeos {

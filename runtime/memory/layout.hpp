@@ -3,20 +3,21 @@
 // on all ranks.
 //
 // L in R^{P x R x B x E x C x H} of the thesis (section 5.3): source rank, round, staging or
-// arrival buffer, local expert, capacity slot, hidden. Here (E, C) is one row index behind `row()`,
-// in one of two maps. Of the round in which results come back, arrival cells are one array of
-// results: of a rank's own rows there are never more than its pairs, whoever computes them, so they
-// lie side by side (result()). And what is staged in one round (B = 0) lies where something arrives
-// in the other (B = 1): a row for a remote peer in the place of its own result, and that result, at
-// the peer, in the place of the row. What is replaced has been read by then. Where rows are sent in
-// fewer bytes than results have, results are staged behind the others. Those of shared experts are
-// behind all of them.
+// arrival buffer, local expert, capacity slot, hidden. Here `row()` turns (E, C) into one row
+// index, by one of two maps. For the round in which results come back, the arrival cells are one
+// array of results: a rank's own rows never have more results than its assignments, whatever ranks
+// compute them, so they are packed (result()). What is staged in one round (B = 0) takes the space
+// of what arrives in the other (B = 1): a row for a remote peer lies where its own result will
+// come, and that result, at the peer, lies where the row was. What is overwritten has been read by
+// then. Where rows are sent in fewer bytes than results have, results are staged after the others.
+// The results of shared experts come last.
 //
-// Layers of several shapes share one heap: [header][words of shape 1][words of shape 2]...[cells]
-// [results]. The header depends on the world alone. Words of a shape lie where no other shape
-// writes; rows of all shapes lie in the same cells, each of which begins at nearly the same byte
-// for all of them, and results behind all cells (docs/memory.md, "One workspace for all layers").
-// May not know: who reads or writes when; element types; which shapes there are.
+// Layers of several shapes share one heap: [header][words of shape 1][words of shape
+// 2]...[cells][results]. The header depends only on the world. Words of a shape lie where no other
+// shape writes; rows of all shapes lie in the same cells, each of which begins at nearly the same
+// byte for all shapes, and results after all cells (docs/memory.md, "One workspace for all
+// layers"). Must not depend on: the readers and writers of a word; element types; which shapes
+// there are.
 #pragma once
 
 #include "runtime/words/base.hpp"
@@ -26,14 +27,14 @@
 
 namespace moeos {
 
-/// What a count, or another number of a call, says as it lies in the heap.
+/// A count, or another number of a call, as its word lies in the heap.
 constexpr u64 count_word(u32 epoch, u32 rows) { return seal(u64{epoch} << 32 | rows); }
 
-/// Where a shape's words and rows lie in a heap. A kernel is told it with every launch, so that a
-/// heap may grow without compiling anything anew.
+/// Where a shape's words and rows lie in a heap. Every launch of a kernel passes it, so that a heap
+/// may grow without recompiling.
 struct HeapPlace {
   u64 words_at;
-  u64 rows_at;  // of the first cell
+  u64 rows_at;  // first row of the first cell
   u64 results_at;
   u32 stride_rows;  // from one cell to the next, at least Geometry::cell_places()
 };
@@ -71,7 +72,7 @@ class Layout {
     words_ = offset;
   }
 
-  /// Where a shape lies in a heap that it has for itself.
+  /// The place of a shape in a heap that it has for itself.
   static constexpr HeapPlace alone(const Geometry& geometry) {
     HeapPlace place{0, 0, 0, geometry.cell_places()};
     const Layout nowhere(geometry, place);
@@ -84,35 +85,37 @@ class Layout {
   constexpr u64 bytes() const {
     return align_up(place_.results_at + results_bytes(), u64{kCacheLine});
   }
-  /// Of the words that all shapes of a world share.
+  /// Bytes of the words that all shapes of a world share.
   constexpr u64 header_bytes() const { return header_; }
-  /// Of this shape's own words, with its sums of slices.
+  /// Bytes of this shape's own words, including its sums of slices.
   constexpr u64 words_bytes() const { return words_; }
-  /// Of these sums: rows, but of one shape each, so that a peer at the next call, of another shape,
-  /// writes none that is still read.
+  /// Bytes of the sums of slices. They are rows, but each shape has its own, so that a peer that
+  /// has gone on to a call of another shape overwrites none that is still read.
   constexpr u64 sums_bytes() const {
     return (u64{geometry().partial_rows()} + geometry().total_rows()) * geometry().row_bytes;
   }
-  /// Of all cells. A tile may read past the last segment of the last cell: rows whose result nobody
-  /// keeps.
+  /// Bytes of all cells. A tile may read past the last segment of the last cell: rows whose results
+  /// are discarded.
   constexpr u64 row_bytes() const {
     return (u64{rows()} + geometry().tile_rows) * geometry().sent_bytes;
   }
-  /// Where the cells start, one behind the other.
+  /// Where the cells start, which follow each other.
   constexpr u64 first_cell() const { return place_.rows_at; }
   constexpr u32 cells() const { return geometry().world; }
-  /// Of all cells, from first_cell() on.
+  /// Rows of all cells, from first_cell() on.
   constexpr u32 rows() const { return cells() * place_.stride_rows; }
 
   /// The word that makes every actor of this rank leave (watchdog.hpp), or 0.
   constexpr u64 abort_word() const { return abort_; }
   /// Where rank p describes its failure to this rank (one cache line, written by p alone).
   constexpr u64 failure(u32 p) const { return failures_ + u64{p} * kCacheLine; }
-  /// What remote rank p would have raised the abort word to, put behind its record (watchdog.hpp).
+  /// The word to which remote rank p would have raised the abort word, put after its record
+  /// (watchdog.hpp).
   constexpr u64 put_failure(u32 p) const { return put_words(0) + u64{p} * sizeof(u64); }
   /// Rows of both rounds that remote rank p has put here since the last reset, modulo 2^32; p adds.
   constexpr u64 landed(u32 p) const { return put_words(1) + u64{p} * sizeof(u64); }
-  /// What remote rank p has last seen of the rows that we put there: its landed() of this rank.
+  /// The number of rows that remote rank p has last seen of those that we put there: its landed()
+  /// of this rank.
   constexpr u64 echoed(u32 p) const { return put_words(2) + u64{p} * sizeof(u64); }
 
   /// `epoch << 32 | identity`, sealed, of the call that p makes (Call::identity). Two parities,
@@ -121,10 +124,10 @@ class Layout {
     return calls_ + (u64{epoch & 1} * geometry().ranks() + p) * sizeof(u64);
   }
 
-  // Of ranks that hold slices of the same experts (slices.hpp). Flags are the epoch, sealed.
+  // Words of ranks that hold slices of the same experts (slices.hpp). Flags are the epoch, sealed.
 
-  /// `epoch << 32 | 1`, sealed, of the last call in which this rank has missed something of another
-  /// slice when it was asked. It writes it; others read it here before they blame this rank.
+  /// `epoch << 32 | 1`, sealed, of the last call in which this rank missed something from another
+  /// slice when it was asked. This rank writes it; others read it here before they blame this rank.
   constexpr u64 awaits() const { return awaits_; }
 
   /// `epoch << 32 | inputs_of`, sealed, of the call that slice s makes.
@@ -145,7 +148,7 @@ class Layout {
     MOEOS_CHECK(s < geometry().slices && nth < each);
     return (epoch % geometry().partial_rounds() * geometry().slices + s) * each + nth;
   }
-  /// ... or the sum of a token that another owns.
+  /// ... or the sum of a token that another slice owns.
   constexpr u32 total_row(u32 token) const {
     MOEOS_CHECK(token < geometry().total_rows());
     return geometry().partial_rows() + token;
@@ -159,8 +162,8 @@ class Layout {
         (u64{epoch & 1} * geometry().world + p) * geometry().local_experts() + local_expert;
     return words(counts_) + index * sizeof(u64);
   }
-  /// `epoch << 32 | row`, sealed: which row of p's results is the first that this rank computes.
-  /// Two parities, as of counts.
+  /// `epoch << 32 | row`, sealed: the first of p's result rows that this rank computes. Two
+  /// parities, as for counts.
   constexpr u64 base(u32 epoch, u32 p) const {
     return words(bases_) + (u64{epoch & 1} * geometry().world + p) * sizeof(u64);
   }
@@ -173,16 +176,16 @@ class Layout {
     return words(returned_) + (u64{p} * geometry().chunks() + chunk) * geometry().signal_bytes();
   }
 
-  /// Of a row of p's dispatch cell, counted in the order of sending, where p takes each of its
-  /// tokens once: the number, sealed, of the row in the cell that holds its token: itself, or one
-  /// that was sent before.
+  /// For a row of p's dispatch cell, counted in the order of sending, where p sends each token
+  /// once: the number, sealed, of the row in the cell that holds its token: this row, or one that
+  /// was sent before.
   constexpr u64 origin(u32 p, u32 row) const {
     MOEOS_CHECK(row < geometry().origins());
     return words(origins_) + (u64{p} * geometry().origins() + row) * sizeof(u32);
   }
 
   /// A row's number in its cell: expert e's slot c, where `expert_start` is the number of rows that
-  /// the same source sends to this owner's experts before e.
+  /// the source sends to this owner's experts before e.
   constexpr u32 row(u32 local_expert, u32 slot, u32 expert_start) const {
     MOEOS_CHECK(slot < geometry().capacity);
     const u32 number =
@@ -193,65 +196,68 @@ class Layout {
     return number;
   }
 
-  /// A row of those that rank p sends, by its place among rows(), those of all cells. Behind it,
-  /// and so not by their own places, lie the tile's next rows that p sends.
+  /// The index among rows(), the rows of all cells, of a row that rank p sends. The tile's next
+  /// rows from p follow this one, even where their own indices wrap around the ring.
   constexpr u32 row_index(u32 p, u32 row_number) const {
     MOEOS_CHECK(p < geometry().world && row_number < geometry().cell_rows());
     return p * place_.stride_rows + geometry().place_of(row_number);
   }
-  /// From a row of a cell to where it lies behind the ring, if it does (Geometry::lies_twice).
+  /// The distance from a row of a cell to its copy after the ring, if it has one
+  /// (Geometry::lies_twice).
   constexpr u64 ring_bytes() const { return u64{geometry().ring_places()} * geometry().sent_bytes; }
   constexpr u64 row_at(u32 index) const {
     return place_.rows_at + u64{index} * geometry().sent_bytes;
   }
 
-  /// And its first byte in the heap of the rank that it is sent to.
+  /// The first byte of a row in the heap of the rank that it is sent to.
   constexpr u64 cell_row(u32 p, u32 row_number) const { return row_at(row_index(p, row_number)); }
 
-  /// The first byte of one of a rank's results. Those that rank p computes are the rows of its cell
-  /// (row()), from first_result(p) on.
+  /// The first byte of one of a rank's results. The results that rank p computes are in the order
+  /// of the rows of its cell (row()), from first_result(p) on.
   constexpr u64 result(u32 index) const {
     return place_.results_at + u64{index} * geometry().returned_bytes;
   }
-  /// All of a rank's results, with those of others that are staged apart.
+  /// All of a rank's results, including results for other ranks that are staged apart.
   constexpr u32 results() const { return geometry().result_rows() + geometry().staged_results(); }
-  /// Of a rank's own token, the first byte of what the shared experts make of it.
+  /// The first byte of the shared experts' result for a rank's own token.
   constexpr u64 shared_result(u32 token) const {
     MOEOS_CHECK(token < geometry().shared_results());
     const bool alike = geometry().returned_bytes == geometry().row_bytes;
     return alike ? result(results() + token)
                  : result(results()) + u64{token} * geometry().row_bytes;
   }
-  /// Of all results, these among them.
+  /// Bytes of all results, including those of shared experts.
   constexpr u64 results_bytes() const {
     return u64{results()} * geometry().returned_bytes +
            u64{geometry().shared_results()} * geometry().row_bytes;
   }
-  /// The first byte of a row for a remote peer until it is put: in the place of its own result, the
-  /// peer's results beginning at `first`. Rows that are shorter stand close where a chunk's begins,
-  /// so that one put takes all of them: none of its results comes before. But a chunk of the
-  /// capacity map has no such place.
+  /// The first byte of a row for a remote peer until it is put: where its own result will come, the
+  /// peer's results beginning at `first`. Rows that are shorter than results are packed from the
+  /// beginning of their chunk, so that one put takes all of them: none of its results comes before.
+  /// But a chunk of the capacity map has no such space.
   constexpr u64 staged_row(u32 first, u32 row_number) const {
     const bool close = geometry().stages_apart() && geometry().row_map == RowMap::ragged;
     const u32 behind = close ? row_number % geometry().chunk_rows : 0;
     return result(first + row_number - behind) + u64{behind} * geometry().sent_bytes;
   }
-  /// The same of the result of a row that p has sent, behind which those of the tile's next rows
-  /// lie.
+  /// The first byte of the result of a row that p has sent, until it is put; the results of the
+  /// tile's next rows follow it.
   constexpr u64 staged_result(u32 p, u32 row_number) const {
     return geometry().stages_apart() ? result(results() - (cells() - p) * geometry().cell_places() +
                                               geometry().place_of(row_number))
                                      : cell_row(p, row_number);
   }
-  /// `packed`: where they begin if results are packed; the owner knows, and tells p (base()).
+  /// `packed`: where the results begin if results are packed; the owner knows, and sends it to p
+  /// (base()).
   constexpr u32 first_result(u32 p, u32 packed) const {
     return geometry().packs_results() ? packed : p * geometry().cell_rows();
   }
 
   /// cell_row for a write by `writer` into `holder`'s heap; debug builds check that it is valid in
   /// the sense of thesis Definition 5.3.2, so that Theorem 5.3.1 (no write-write conflict) holds:
-  /// rank p writes its cell, and the holder writes there what it makes of p's rows. Of results the
-  /// owner gives each writer rows of its own, as many as it sends it.
+  /// rank p writes its cell, and the holder writes there what it computes of p's rows. The owner of
+  /// results gives each writer result rows of its own, as many as the rows that it sends to that
+  /// writer.
   constexpr u64 write_row(u32 writer, u32 holder, u32 p, u32 row_number) const {
     MOEOS_CHECK(p == writer || holder == writer);
     static_cast<void>(writer);
@@ -262,7 +268,7 @@ class Layout {
   constexpr const Geometry& geometry() const { return geometry_.get(); }
 
  private:
-  static constexpr u32 kPutWords = 3;  // of each remote rank, behind the failures
+  static constexpr u32 kPutWords = 3;  // of each remote rank, after the failures
 
   constexpr u64 put_words(u32 kind) const {
     return failures_ + u64{geometry().ranks()} * (kCacheLine + kind * sizeof(u64));
@@ -281,7 +287,7 @@ class Layout {
   u64 calls_ = 0;
   u64 awaits_ = 0;
   u64 header_ = 0;
-  // From words_at on.
+  // Offsets from words_at.
   u64 counts_ = 0;
   u64 bases_ = 0;
   u64 arrived_ = 0;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What only the actors of the OS block touch: lists, counters and facts of one call, sized from
+// What only the actors of the OS block access: lists, counters and facts of one call, sized from
 // Geometry.
 //
-// May not know: who waits for what; what is in a rank's own memory (memory.hpp).
+// Must not depend on: the actors that wait; the contents of a rank's own memory (memory.hpp).
 #pragma once
 
 #include "runtime/words/base.hpp"
@@ -10,8 +10,8 @@
 
 namespace moeos {
 
-/// A chunk of ours on its way: its number among all peers' chunks, and its rows. One word, because
-/// the OS block keeps one for each chunk that a call can send.
+/// A chunk of ours that is under way: its number among all peers' chunks, and its rows. One word,
+/// because the OS block keeps one for each chunk that a call can send.
 class SentChunk {
  public:
   static constexpr u32 kRowBits = 6;
@@ -29,7 +29,8 @@ class SentChunk {
   u32 bits_ = 0;
 };
 
-/// A group of tokens of one owner, of those that hold slices of the same experts (slices.hpp).
+/// A group of tokens of one owner, among the owners that hold slices of the same experts
+/// (slices.hpp).
 class SumGroup {
  public:
   static constexpr u32 kGroupBits = 16;
@@ -65,15 +66,15 @@ class TileFacts {
   u16 bits_ = 0;
 };
 
-/// How a call's tiles are made, as the arrivals subscriber tells the returns subscribers.
+/// How a call's tiles are made, as the arrivals subscriber announces it to the returns subscribers.
 enum class Planned : u32 {
   unknown,     ///< it has not decided
   up_front,    ///< all at once: processors wait for what their parts need
   by_arrival,  ///< as their rows arrive
 };
 
-/// What only the actors of the OS block touch: in its shared memory on the GPU, where every look
-/// costs a tenth of a look at global memory.
+/// What only the actors of the OS block access: in its shared memory on the GPU, where a look costs
+/// a tenth of a look at global memory.
 class OsMemory {
  public:
   static u64 bytes(const Geometry& geometry) { return OsMemory(geometry, nullptr).bytes_; }
@@ -125,7 +126,7 @@ class OsMemory {
   u32 rows_received(u32 source) const {
     return receive_starts(source)[geometry_.get().local_experts()];
   }
-  /// The list of one of so many returns subscribers, which share the chunks out evenly.
+  /// The list of one of `subscribers` returns subscribers, which share the chunks out evenly.
   SentChunk* awaited_by(u32 subscriber, u32 subscribers) const {
     return chunks_awaited +
            u64{subscriber} * ceil_div(geometry_.get().chunks_sent_max(), subscribers);
@@ -136,7 +137,8 @@ class OsMemory {
   u32* wanted = nullptr;          // parts that the scheduler would publish if it had them
   u32* inquiry = nullptr;         // os.hpp: which subscriber is asked what it waits for
   u32* returns_ready = nullptr;   // returns subscribers that have cleared their share of the words
-  u32* returns_listed = nullptr;  // and those that have listed the chunks that they wait for
+  u32* returns_listed = nullptr;  // returns subscribers that have listed the chunks that they wait
+                                  // for
   u32* published = nullptr;       // slots of the ready ring that hold this call's parts
   u32* planned = nullptr;         // how this call's tiles are made, as Planned
   TileFacts* tile_facts = nullptr;  // [tile]: of this call
@@ -146,11 +148,11 @@ class OsMemory {
   u32* taken = nullptr;          // [source][expert]: rows already in a tile
   u32* rows_arrived = nullptr;   // [source]: kNone while its counts are not known
   u32* packed = nullptr;         // [expert]: 1 once all of its rows are in tiles
-  u32* waiting = nullptr;        // [expert]: rows that are here and in no tile, when it was asked
+  u32* waiting = nullptr;        // [expert]: rows that are here and in no tile, at the last count
   u32* chunk_prefix = nullptr;   // [source]: chunks whose rows are all here, in order
-  u32* landed_prefix = nullptr;  // [source]: chunks of one that sends its tokens once that have
-                                 // landed, in order,
-  u32* landed_listed = nullptr;  // and of these, those that have been gone through
+  u32* landed_prefix = nullptr;  // [source]: landed chunks, in order, of a source that sends each
+                                 // token once
+  u32* landed_listed = nullptr;  // [source]: those of these chunks that have been listed
   SentChunk* chunks_awaited = nullptr;  // awaited_by() each subscriber: chunks that are not back
   static constexpr u32 kFoundMost = 512;
   SentChunk* chunks_found = nullptr;  // [subscriber][kFoundMost]: back, and not counted yet

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every actor of a rank is handed: the machine, the memory, and the call that is running.
+// What every actor of a rank is given: the machine, the memory, and the call that is running.
 //
-// May not know: actors. Actors hold a Rank and a Call by reference and nothing of each other.
+// Must not depend on: actors. Actors hold a Rank and a Call by reference and nothing of each other.
 #pragma once
 
 #include "runtime/memory/layout.hpp"
@@ -15,36 +15,36 @@
 
 namespace moeos {
 
-/// Fixed for a call; what it points to is for the life of a layer, and of what layers share.
+/// Fixed for a call; what it points to lives as long as a layer, and as what layers share.
 template <Platform P>
 struct Rank {
   P platform;
   Layout layout;
   RankMemory memory;
-  OsMemory os;  // for the actors of the OS block alone; at null elsewhere. Not by reference: the
-                // GPU's compiler kept that object in memory (docs/lessons.md)
+  OsMemory os;  // only for the actors of the OS block; null elsewhere. Not by reference: the GPU's
+                // compiler kept that object in memory (docs/lessons.md)
   u8* heap;     // this rank's symmetric heap
   u32 rank;
   u64 deadline_ns;
-  u32 slice = 0;  // of the experts: which one this rank holds
+  u32 slice = 0;  // the slice of the experts that this rank holds
 
   const Geometry& geometry() const { return layout.geometry(); }
 
-  /// Whether `rows` rows between this rank and a peer, in either direction, are as many as take
-  /// each token there once. Not to a remote peer: puts are of rows that lie side by side.
+  /// Whether `rows` rows between this rank and a peer, in either direction, are enough to send each
+  /// token there only once. Not to a remote peer: puts are of contiguous rows.
   bool deduplicates(u32 peer, u32 rows) const {
     return geometry().deduplicates(rows) && peer != rank &&
            (!P::kRemotePeers || platform.peer(peer) != nullptr);
   }
-  /// Whether a chunk, of `rows` rows between this rank and a peer in either direction, may come
-  /// without some of its rows, whose tokens have gone before it.
+  /// Whether a chunk of a cell of `rows` rows, between this rank and a peer in either direction,
+  /// may come without the rows whose tokens have gone before it.
   bool leaves_out(u32 peer, u32 rows, u32 chunk) const {
     return chunk >= geometry().dedup_after && deduplicates(peer, rows);
   }
 
-  // Where experts are sliced, `slices` ranks that follow each other in the world hold an expert, a
-  // slice each, and `world` ranks hold each slice. `rank` and all that is called a peer count from
-  // this rank's slice on: the ranks of its slice come first, and so dispatch knows of no others.
+  // Where experts are sliced, `slices` consecutive ranks of the world hold an expert, a slice each,
+  // and `world` ranks hold each slice. `rank` and all peer numbers count from this rank's slice on:
+  // the ranks of its slice come first, and so dispatch has to do only with these.
 
   /// The number of a peer in the whole world.
   u32 everywhere(u32 peer) const {
@@ -52,9 +52,10 @@ struct Rank {
     return all.sliced() ? peer % all.world * all.slices + (slice + peer / all.world) % all.slices
                         : peer;
   }
-  /// The peer that holds the nth slice behind this rank's of what this rank holds a slice of.
+  /// The peer that holds the nth slice after this rank's, of the experts of which this rank holds a
+  /// slice.
   u32 peer_behind(u32 nth) const { return nth * geometry().world + rank; }
-  /// The peer that holds slice s of it.
+  /// The peer that holds slice s of these experts.
   u32 peer_of_slice(u32 s) const {
     return peer_behind((s + geometry().slices - slice) % geometry().slices);
   }
@@ -64,9 +65,10 @@ struct Rank {
     return reinterpret_cast<T*>(heap + offset);
   }
 
-  /// Whether a call must be left: polled by everyone who waits.
+  /// Whether a call must be left: polled by every waiting actor.
   bool leaving(u32 epoch) const { return aborted<P>(layout, heap, epoch); }
-  /// Its peer is one of this rank's; what is told has its number in the whole world.
+  /// `failure` names a peer as this rank counts peers; the record has its number in the whole
+  /// world.
   void fail(const Failure& failure) const {
     if (geometry().sliced()) {
       Failure told = failure;
@@ -78,10 +80,10 @@ struct Rank {
   }
 };
 
-/// Whether a call is over for who waits in it: all is done, or it has failed. One warp.
+/// Whether a call is over for an actor that waits in it: all is done, or it has failed. One warp.
 template <Platform P>
 bool must_leave(const Rank<P>& rank, const Call& call) {
-  // Relaxed: the words alone say so (Scheduler::interrupt, raise_word).
+  // Relaxed: the words alone decide (Scheduler::interrupt, raise_word).
   return agreed<P>(
       P::template load_relaxed<Scope::device>(&rank.memory.call(call.epoch).interrupt.value) != 0 ||
       rank.leaving(call.epoch));
@@ -93,7 +95,8 @@ Failure failure_of(const Rank<P>& rank, const Call& call, FailureKind kind, Acto
   Failure failure{};
   failure.kind = kind;
   failure.actor = actor;
-  // Known only now: else what follows from it would take registers before, of all who may fail.
+  // Known only now: otherwise what follows from it would take registers before, in every actor that
+  // may fail.
   failure.rank = P::opaque(rank.everywhere(rank.rank));
   failure.peer = kNone;
   failure.expert = kNone;
@@ -103,21 +106,21 @@ Failure failure_of(const Rank<P>& rank, const Call& call, FailureKind kind, Acto
   return failure;
 }
 
-/// Adds to a number of a tally, by one lane. It is not read for that: a round trip to memory would
-/// take as long as all that its writer publishes besides.
+/// Adds to a number of a tally, by one lane. A reduction does not read the number: a round trip to
+/// memory would take as long as all else that its writer publishes.
 template <Platform P>
 void note(u64& number, u64 more) {
   // Relaxed: the host reads it after the call.
   P::template count_relaxed<Scope::device>(&number, more);
 }
 
-/// Takes the next slots of a queue of this call that several actors fill; returns the first. More
-/// than the queue holds is a broken bound: the call fails, and there is none, kNone.
+/// Takes the next slots of a queue of this call that several actors fill; returns the first. Going
+/// beyond the queue's end is a broken bound: the call fails, and it returns kNone.
 template <Platform P, Scope kScope = Scope::device>
 u32 take_slots(const Rank<P>& rank, const Call& call, Actor actor, u32* tickets, u32 capacity,
                u32 slots = 1) {
-  // Relaxed: the ticket only makes the slots ours; the word that is written into one publishes what
-  // it stands for.
+  // Relaxed: the ticket only makes the slots ours; the word that is written into a slot publishes
+  // what it stands for.
   const u32 first = P::template add_relaxed<kScope>(tickets, slots);
   if (first + slots <= capacity) {
     return first;
@@ -129,8 +132,8 @@ u32 take_slots(const Rank<P>& rank, const Call& call, Actor actor, u32* tickets,
   return kNone;
 }
 
-/// Whether a word in which a peer says something of its call (count_word) is here, and says what
-/// ours does. Any other one of this call ends it, as a failure of that kind.
+/// Whether a word in which a peer describes its call (count_word) is here and equals ours. Any
+/// other word of this call ends the call, as a failure of kind `kind`.
 template <Platform P>
 bool makes_our_call(const Rank<P>& rank, const Call& call, u32 peer, u64 word, u32 ours,
                     FailureKind kind) {
@@ -146,7 +149,7 @@ bool makes_our_call(const Rank<P>& rank, const Call& call, u32 peer, u64 word, u
   failure.peer = peer;
   failure.expected = ours;
   failure.seen = its;
-  if (epoch > call.epoch) {  // nobody can be so far ahead
+  if (epoch > call.epoch) {  // no rank can be that far ahead
     failure.kind = FailureKind::count_damaged;
     failure.seen = word;
   }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The records of records.def as structs, and the types of their fields.
 //
-// May not know: who writes a record, and when.
+// Must not depend on: the writers of a record, and when they write.
 #pragma once
 
 #include "runtime/words/base.hpp"
@@ -9,11 +9,11 @@
 
 namespace moeos {
 
-/// Who noticed a failure.
+/// The actor that noticed a failure.
 enum class Actor : u32 { host = 0, scheduler = 1, subscriber = 2, processor = 3, sender = 4 };
 
 /// What went wrong. The host turns it into an exception (host/moeos/engines/failure.py has the
-/// sentences).
+/// messages).
 enum class FailureKind : u32 {
 #define KIND(name) name,
 #include "runtime/memory/failure_kinds.def"

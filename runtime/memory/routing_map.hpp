@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which (token, j) pair each row carries that this rank sends.
+// Which assignment (pair of a token and its j-th choice) each row carries that this rank sends.
 //
 // Route sorts each block of tokens by expert on its own (block_pairs, block_first, block_base); a
-// prefix over the blocks then gives every pair its slot at its expert, in the order (token, j). So
-// the map is the same for any number of processors and any timing, no atomic decides a row, and
-// with a capacity the pairs that are dropped are the last ones. Whoever dispatches a row finds its
-// pair from the prefixes and notes both directions (row_tasks.hpp), which Combine reads. May not
-// know: flags, queues, where a row lies in memory (layout.hpp).
+// prefix sum over the blocks then gives every pair its slot at its expert, in the order (token, j).
+// So the permutation is the same for any number of processors and any timing, no atomic decides a
+// row, and with a capacity the pairs that are dropped are the last ones. The courier that
+// dispatches a row finds its pair from the prefix sums and notes both directions (row_tasks.hpp),
+// which Combine reads. Must not depend on: flags, queues, where a row lies in memory (layout.hpp).
 #pragma once
 
 #include "runtime/memory/memory.hpp"
@@ -54,9 +54,9 @@ class RoutingMap {
     return Place{peer, local, row - starts[local], row};
   }
 
-  /// The pair that this lane's place carries. All lanes of a warp, whose places lie side by side
-  /// and so have few experts: of each, the lanes look at all blocks together, one a lane, where a
-  /// lane alone would go from block to block.
+  /// The pair that the row at this lane's place carries. By all lanes of a warp, whose places are
+  /// contiguous and so have few experts: for each expert, the lanes look at all blocks together,
+  /// one a lane, where a lane alone would go from block to block.
   template <Platform P>
   u32 pair_at(const Place& place) const {
     const u32 expert = place.peer * geometry_.get().local_experts() + place.local_expert;
@@ -97,8 +97,8 @@ class RoutingMap {
   /// Where the row of a pair that is sent lies.
   Place place_of(u32 pair) const { return place_of(pair, memory_.pair_expert[pair]); }
 
-  /// Where the first of the rows lies, in the order of sending to the place's peer, that carry the
-  /// token of `pair`, which the place carries.
+  /// The first, in the order of sending to the place's peer, of the rows that carry the token of
+  /// `pair`; `place` is that of `pair`.
   Place first_place(u32 pair, const Place& place) const {
     const Geometry& geometry = geometry_.get();
     const u32 first_pair = pair - pair % geometry.top_k;
@@ -140,7 +140,7 @@ class RoutingMap {
   u32 base(u32 block, u32 expert) const {
     return memory_.block_base[u64{block} * geometry_.get().experts + expert];
   }
-  /// In block_pairs: where the expert's pairs start in a block, less the slots before them.
+  /// Index in block_pairs where the expert's pairs start in a block, minus the slots before them.
   u32 place_of_first(u32 block, u32 expert, u32 slots_before) const {
     const u32 block_pairs = geometry_.get().route_tokens_of(tokens_) * geometry_.get().top_k;
     return block * block_pairs +
@@ -158,7 +158,7 @@ class RoutingMap {
   bool all_sent_;  // dropless and routed here: every pair has a row, and nothing need be looked up
 };
 
-/// What Route does after it has chosen the experts of a block of tokens: sorts the block's pairs by
+/// Route's last step for a block of tokens, after the choice of experts: sorts the block's pairs by
 /// expert.
 ///
 /// Reads pair_expert of the block; writes pair_rank, block_pairs, block_first and block_base (as

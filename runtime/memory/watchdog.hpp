@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Deadlines and failures: how a wait that lasts too long becomes a sentence instead of a hang.
+// Deadlines and failures: how a wait that lasts too long becomes a message instead of a hang.
 //
 // Every waiting loop owns a Watch. A failure is written once, into the symmetric heaps of this rank
-// and, as far as they can be reached, of its peers (by a sender, of remote ones); then their abort
-// words are raised, and every actor that polls one leaves. May not know: what is being waited for;
-// the caller says that in the Failure.
+// and, as far as they can be reached, of its peers (for remote peers by a sender); then their abort
+// words are raised, and every actor that polls one leaves. Must not depend on: what is waited for;
+// the caller describes that in the Failure.
 #pragma once
 
 #include "runtime/memory/layout.hpp"
@@ -15,10 +15,10 @@
 
 namespace moeos {
 
-/// What an actor says when it is asked why nothing moves (os.hpp).
+/// What an actor answers when it is asked why nothing moves (os.hpp).
 enum class Answer : u32 {
   nothing,  ///< all that it waits for has come
-  missing,  ///< it fills in the failure
+  missing,  ///< something is missing; the actor fills in the failure
   wait,     ///< something is missing, but ask again
   moot,     ///< something was missing and has come since
 };
@@ -62,18 +62,18 @@ constexpr u64 abort_word_of(const Failure& failure) {
 
 /// Raises a heap's abort word, unless a failure of the same or an earlier call has. A host that
 /// gives up does so for all calls (epoch 0), often because of a failure that its peers may not have
-/// looked at yet: it replaces none, since that one says more.
+/// looked at yet: its word replaces none, since that failure says more.
 template <Platform P>
 void raise_word(const Layout& layout, u8* holder_heap, u64 word) {
   auto* abort_word = reinterpret_cast<u64*>(holder_heap + layout.abort_word());
   u64 seen = P::template load_relaxed<Scope::system>(abort_word);
-  // Each turn means that another rank's failure of an earlier call was written in between: at most
-  // as many turns as ranks.
+  // Each retry means that another rank's failure of an earlier call was written in between: at most
+  // as many retries as ranks.
   while (
       seen == 0 ||
       (seen >> 32 > word >> 32 && (word >> 32 != 0 || MOEOS_PLANTED(giving_up_hides_failures))) ||
       (seen != word && MOEOS_PLANTED(later_failures_replace_earlier_ones))) {
-    // Publishes the failure's record to whoever acquires the abort word (first_failure).
+    // Publishes the failure's record to the readers that acquire the abort word (first_failure).
     if (P::template compare_exchange_release<Scope::system>(abort_word, seen, word)) {
       return;
     }
@@ -88,7 +88,7 @@ void raise_at(const Layout& layout, u8* holder_heap, const Failure& failure) {
   raise_word<P>(layout, holder_heap, abort_word_of(failure));
 }
 
-/// Raises here what remote peers have put. One warp.
+/// Raises this rank's abort word to what remote peers have put. One warp.
 template <Platform P>
 void take_in_failures(const Layout& layout, u8* own_heap) {
   for (u32 p = P::lane(); p < layout.geometry().world; p += P::kLanes) {
@@ -111,7 +111,7 @@ void raise_everywhere(const P& platform, const Layout& layout, u8* own_heap, u32
   if (!P::template compare_exchange_release<Scope::device>(claimed, 0U, 1U)) {
     return;
   }
-  // Here first. One copy of the code: there is one of this loop wherever an actor may fail, and an
+  // This rank first. One copy of the code: this loop exists wherever an actor may fail, and an
   // actor's speed depends on how far apart its own code lies.
 #pragma unroll 1
   for (u32 n = 0; n < layout.geometry().ranks(); ++n) {
@@ -123,10 +123,10 @@ void raise_everywhere(const P& platform, const Layout& layout, u8* own_heap, u32
 }
 
 /// Puts this rank's failure, if one has raised its abort word, to its remote peers: the record,
-/// then the word that only this rank writes there. No compare-exchange reaches a remote peer, so it
-/// raises the word itself (take_in_failures), and an earlier call's stays. `claimed` is this rank's
-/// word that lets only one of those who would put do so: the senders after the call and the host,
-/// which may abort it meanwhile; the record must not change under a peer that reads it. By one
+/// then the word that only this rank writes there. No compare-exchange reaches a remote peer, so
+/// the peer raises its own abort word (take_in_failures), and an earlier call's failure stays.
+/// `claimed` is this rank's word that lets only one put: the senders after the call, or the host,
+/// which may abort the call meanwhile; the record must not change while a peer reads it. By one
 /// lane.
 template <Platform P>
 void put_own_failure(const P& platform, const Layout& layout, const u8* own_heap, u32* claimed,
@@ -135,7 +135,7 @@ void put_own_failure(const P& platform, const Layout& layout, const u8* own_heap
   const u64 word = P::template load_acquire<Scope::system>(
       reinterpret_cast<const u64*>(own_heap + layout.abort_word()));
   if (static_cast<u32>(word) != rank + 1) {
-    return;  // there is none, or another rank's, which tells its remote peers
+    return;  // no failure, or another rank's, which informs its remote peers
   }
   // Publishes nothing: it only elects the writer.
   if (!P::template compare_exchange_release<Scope::device>(claimed, 0U, 1U) &&

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a processor's warp knows of a call's counts, and plans its parts by (plan.hpp): of a rank
-// that is alone, or of few rows of several ranks.
+// What a processor's warp knows of a call's counts, from which it plans its parts (plan.hpp): the
+// counts of a rank that is alone, or of few rows from several ranks.
 //
-// Whoever has the counts can say which part is the n-th, and of what tile. So processors find the
-// parts themselves, and the arrivals subscriber says how many there are. Of a rank alone that is
-// every call: nobody else has rows for it, and nobody is late. Of few rows of several ranks no
-// expert here may have more than fit in one tile, and all of these tiles are cut alike. There who
-// has seen all counts decides that a call is planned so, unless the subscriber has begun to make
-// tiles without them (FoundBy). The tiles are those that TilePlan::plan_rest() would write
-// (tests/native/plan/test_few_rows.cpp). May not know: flags, the ready ring.
+// A warp that has the counts can say which part is the n-th, and of what tile. So processors find
+// the parts themselves, and the arrivals subscriber says how many there are. A rank alone plans
+// every call so: no other rank has rows for it, and none is late. For few rows from several ranks,
+// no expert here may have more than fit in one tile, and all of these tiles are cut alike. There
+// the first processor that has seen all counts decides that a call is planned so, unless the
+// subscriber has begun to make tiles without them (FoundBy). The tiles are those that
+// TilePlan::plan_rest() would write (tests/native/plan/test_few_rows.cpp). Must not depend on:
+// flags, the ready ring.
 #pragma once
 
 #include "runtime/memory/layout.hpp"
@@ -22,16 +23,16 @@
 
 namespace moeos {
 
-/// Tells this rank's processors which expert is chosen for a pair of a token that is read in place;
-/// kNone: none is.
+/// Informs this rank's processors which expert a token that is read in place has chosen for a pair;
+/// kNone: none.
 template <Platform P>
 void tell_choice(const RankMemory& memory, u32 epoch, u32 pair, u32 expert) {
-  // As of a count: the word carries its own epoch and publishes nothing but itself.
+  // Relaxed, as for a count: the word carries its own epoch and publishes nothing but itself.
   P::template store_relaxed<Scope::device>(&memory.choices[pair], count_word(epoch, expert));
 }
 
-/// The rows of a rank that is alone. Every function by all lanes of a warp. A lane has experts that
-/// follow each other, and keeps their rows in registers: loops over them are unrolled where sizes
+/// The rows of a rank that is alone. Every function is called by all lanes of a warp. A lane has
+/// consecutive experts and keeps their rows in registers: loops over them are unrolled where sizes
 /// are constants.
 template <Platform P>
 class OneSourceRows {
@@ -41,14 +42,14 @@ class OneSourceRows {
   OneSourceRows(const Rank<P>& rank, const Call& call)
       : rank_(rank), call_(call), in_place_(rank.geometry().reads_in_place(call.tokens)) {}
 
-  /// Looks once at the `nth` word; whether it is here, and the others will be soon. For whoever
-  /// waits: all processors do, and if they looked at all words, others would wait for memory.
+  /// Looks once at the `nth` word; true if it is here, so that the others will be soon. For waiting
+  /// processors: all of them wait, and if they looked at all words, others would wait for memory.
   bool begun(u32 nth) const {
     const u64 word = in_place_ ? choice(nth % pairs()) : count(nth % rank_.geometry().experts);
     return agreed<P>(epoch_of(word)) == call_.epoch;
   }
 
-  /// Looks once at all words; false as long as one is not here, or cannot be one (then the counts
+  /// Looks once at all words; false as long as one is not here or is impossible (then the counts
   /// subscriber ends the call).
   bool look() { return in_place_ ? look_at_choices() : look_at_counts(); }
 
@@ -80,8 +81,8 @@ class OneSourceRows {
     return {1, rows, align_up(rows, Geometry::kSegmentAlign), slot};
   }
 
-  /// Notes whose tokens a tile's rows are: those of the first pairs that have chosen its expert, in
-  /// their order, as many as are sent (routing_map.hpp).
+  /// Notes the tokens of a tile's rows: the first pairs that have chosen its expert, in their
+  /// order, as many as are sent (routing_map.hpp).
   void note_tokens(Task& task) const {
     if (!in_place_) {
       return;
@@ -99,7 +100,7 @@ class OneSourceRows {
               : 0;
       rows += P::count(all);
     }
-    tokens = P::exclusive_or(tokens);  // of no two lanes the same bits
+    tokens = P::exclusive_or(tokens);  // no two lanes have the same bits
     if (P::lane() == 0) {
       task.from = RowsIn::listed_tokens;
       task.tokens = tokens;
@@ -111,7 +112,7 @@ class OneSourceRows {
   static constexpr u32 kOfALane = Geometry::kPlanExperts / P::kLanes;
   static constexpr u32 kPairsOfALane = ceil_div(Geometry::kInPlacePairs, P::kLanes);
 
-  /// By counts: how many rows each expert gets.
+  /// Looks at the counts: how many rows each expert gets.
   bool look_at_counts() {
     const Geometry& geometry = rank_.geometry();
     u64 words[kOfALane];  // all asked for before the first is looked at
@@ -136,7 +137,7 @@ class OneSourceRows {
     return P::broadcast(ends, P::kLanes - 1) <= geometry.cell_rows_used();
   }
 
-  /// By the choices of a call whose tokens are read in place.
+  /// Looks at the choices of a call whose tokens are read in place.
   bool look_at_choices() {
     u64 words[kPairsOfALane];  // all asked for before the first is looked at
     for (u32 i = 0; i < kPairsOfALane; ++i) {
@@ -176,13 +177,13 @@ class OneSourceRows {
     return true;
   }
 
-  /// As count_word was before it was sealed.
+  /// A count word, opened.
   u64 count(u32 expert) const {
     // A count word carries its own epoch and publishes nothing but itself.
     return open(P::template load_relaxed<Scope::system>(
         rank_.template here<u64>(rank_.layout.count(call_.epoch, rank_.rank, expert))));
   }
-  /// Likewise, of a pair's expert, or kNone (tell_choice).
+  /// A pair's choice, opened: its expert, or kNone (tell_choice).
   u64 choice(u32 pair) const {
     return open(P::template load_relaxed<Scope::device>(&rank_.memory.choices[pair]));
   }
@@ -192,12 +193,12 @@ class OneSourceRows {
   const Rank<P>& rank_;
   const Call& call_;
   bool in_place_;
-  u32 chosen_[kPairsOfALane];  // of pairs i * P::kLanes + the lane, where tokens are read in place
-  u32 rows_[kOfALane];         // of this lane's experts,
-  u32 start_ = 0;              // and where the first one's start
+  u32 chosen_[kPairsOfALane];  // of pairs i * P::kLanes + lane, where tokens are read in place
+  u32 rows_[kOfALane];         // rows of this lane's experts
+  u32 start_ = 0;              // where the first expert's rows start
 };
 
-/// Few rows of each expert, from up to eight sources. Likewise.
+/// Few rows of each expert, from up to eight sources. Has the functions of OneSourceRows.
 template <Platform P>
 class FewRows {
  public:
@@ -209,9 +210,9 @@ class FewRows {
                 geometry.one_tile_rows() * geometry.local_experts() <= 0xffff);
   }
 
-  /// One of the counts, another one for each part and, by `turn`, of each source. Once it has come,
-  /// all are worth a look, and not before: many warps that look at all of them slow down those who
-  /// send them.
+  /// One of the counts: another one for each part and, by `turn`, of each source in turn. Once it
+  /// has come, all are worth a look, and not before: many warps that look at all counts slow down
+  /// the ranks that send them.
   const u64* sample(u32 number, u32 turn) const {
     const Geometry& geometry = rank_.geometry();
     return counts_of(call_.epoch, number / geometry.world % geometry.local_experts()) +
@@ -229,7 +230,7 @@ class FewRows {
   /// Looks at all counts, and at which call each source makes.
   Counts look() {
     const Geometry& geometry = rank_.geometry();
-    // For this look alone: else the addresses below would take registers for all parts.
+    // For this look only: otherwise the addresses below would take registers for all parts.
     const u32 epoch = P::opaque(call_.epoch);
     bool missing = makes_another_call(epoch);
     bool too_many = false;
@@ -239,7 +240,7 @@ class FewRows {
           counts_of(epoch, minimum(first_expert() + i, geometry.local_experts() - 1));
       for (u32 four = 0; four < fours(); ++four) {
         const u32 sources = minimum(4U, geometry.world - 4 * four);
-        u64 words[4];  // asked for together; of more there are no registers
+        u64 words[4];  // asked for together; there are no registers for more
         for (u32 n = 0; n < sources; ++n) {
           words[n] = count_at(counts, 4 * four + n);
         }
@@ -248,7 +249,8 @@ class FewRows {
           const bool came = is_this_calls(words[n]);
           missing = missing || !came;
           too_many = too_many || (came && is_too_many(words[n]));
-          // In place of one that is missing: a plan of what is there is one, too.
+          // A missing count counts as one row, so that a plan of incomplete counts is still a valid
+          // one.
           rows |= (came ? static_cast<u32>(words[n]) : 1) << (8 * n);
         }
         rows_[i * fours() + four] = there ? rows : 0;
@@ -264,7 +266,7 @@ class FewRows {
                                                                     : Counts::too_many;
   }
 
-  /// Says which count look() did not want.
+  /// Names the count that look() rejected.
   void name_damaged(Failure& failure) const {
     const Geometry& geometry = rank_.geometry();
     bool found = false;
@@ -288,8 +290,8 @@ class FewRows {
 
   static constexpr u32 kSources = Geometry::kMaxSegments;
   struct At {
-    u32 rows[kSources / 4];    // of each source: a byte,
-    u32 starts[kSources / 2];  // and where they start: half a word
+    u32 rows[kSources / 4];    // of each source: a byte
+    u32 starts[kSources / 2];  // where they start: half a word
   };
   At at(u32 i) const {
     At at;
@@ -304,7 +306,7 @@ class FewRows {
     }
     return {rows_in(at) > 0 ? 1U : 0U, align_up(padded, Geometry::kSegmentAlign), narrow()};
   }
-  /// Sums are made again for each part, which takes less than registers to keep them would.
+  /// Computes the sums again for each part, which costs less than registers to keep them.
   At first() const {
     At at;
     for (u32 two = 0; two < twos(); ++two) {
@@ -325,9 +327,9 @@ class FewRows {
     }
   }
 
-  /// A lane has a source.
+  /// Each lane writes the segment of one source.
   TileRows tile(u32 expert, At at, u32 /*nth*/, u32 owner, Task& task) const {
-    TileRows found{0, rows_in(at), of(at).padded, 0};  // for the owner, who has summed them up
+    TileRows found{0, rows_in(at), of(at).padded, 0};  // for the owner, which has summed them
     expert = P::broadcast(expert, owner);
     for (u32 four = 0; four < fours(); ++four) {
       at.rows[four] = P::broadcast(at.rows[four], owner);
@@ -358,14 +360,14 @@ class FewRows {
   void note_tokens(Task& /*task*/) const {}
 
  private:
-  /// Whether one of this lane's sources has not said that it makes our call, without which its
+  /// Whether one of this lane's sources has not said that it makes our call; without that its
   /// counts are not known (CountsSubscriber).
   bool makes_another_call(u32 epoch) const {
     bool another = false;
     for (u32 first = 0; rank_.geometry().world > 1 && first < rank_.geometry().world;
          first += P::kLanes) {
       const u32 source = minimum(first + P::lane(), rank_.geometry().world - 1);
-      // As a count: it publishes nothing but itself.
+      // Relaxed, as for a count: it publishes nothing but itself.
       const u64 said = P::template load_relaxed<Scope::system>(
           rank_.template here<u64>(rank_.layout.call_of(epoch, rank_.everywhere(source))));
       another = another || said != count_word(call_.epoch, call_.identity);
@@ -373,8 +375,8 @@ class FewRows {
     return another;
   }
 
-  /// Whether each expert's rows are one tile, each source's are as few as may be, and all have
-  /// places between the products. Of counts that all are here.
+  /// Whether each expert's rows are one tile, each source's rows are within the limit, and all rows
+  /// have slots between the products. Requires that all counts are here.
   bool are_few() const {
     const Geometry& geometry = rank_.geometry();
     const u32 align = geometry.segment_align_of(narrow());
@@ -405,19 +407,19 @@ class FewRows {
     return P::ballot(many) == 0;
   }
 
-  /// Words in which a lane keeps its experts' rows, at most: of four sources each.
+  /// Words in which a lane keeps its experts' rows, at most: each word has four sources.
   static constexpr u32 kOfALane = Geometry::kPlanCounts / P::kLanes + kSources / 4;
   constexpr u32 fours() const { return ceil_div(rank_.geometry().world, 4U); }
   constexpr u32 twos() const { return ceil_div(rank_.geometry().world, 2U); }
 
-  /// Of a lane's expert; and of two sources, one in each half of the word.
+  /// Rows of a lane's expert: from one source; and from two sources, one in each half of the word.
   u32 rows_from(u32 i, u32 source) const {
     return rows_[i * fours() + source / 4] >> (8 * (source % 4)) & 0xff;
   }
   u32 rows_from_two(u32 i, u32 two) const {
     return rows_from(i, 2 * two) | rows_from(i, 2 * two + 1) << 16;
   }
-  /// Of all experts of a lane.
+  /// Sums over all experts of a lane.
   u32 rows_of_lane(u32 two) const {
     u32 rows = 0;
     for (u32 i = 0; i < experts_each(); ++i) {
@@ -439,15 +441,16 @@ class FewRows {
   static constexpr u32 aligned(u32 word, u32 align) {
     return (word + (align - 1) * kEach) & ~((align - 1) * kEach);
   }
-  /// Which is below 256.
+  /// Requires that the sum is below 256.
   static constexpr u32 sum_of_bytes(u32 word) { return word * kEach >> 24; }
 
-  // Of a count, as count_word was before it was sealed.
+  // `count`: a count word, opened.
   bool is_this_calls(u64 count) const { return static_cast<u32>(count >> 32) == call_.epoch; }
   bool is_too_many(u64 count) const {
     return static_cast<u32>(count) > rank_.geometry().one_tile_rows();
   }
-  /// An expert's count of the first source; those of others follow, one source's experts apart.
+  /// An expert's count from the first source; other sources' counts follow, each local_experts()
+  /// further on.
   const u64* counts_of(u32 epoch, u32 expert) const {
     return rank_.template here<u64>(rank_.layout.count(epoch, 0, expert));
   }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Parts of Dispatch that couriers keep until places of a cell are free: which rank they wait for.
+// Parts of Dispatch that couriers keep until slots of a cell are free: which rank they wait for.
 //
-// A rank that dies keeps couriers of others from sending to anybody, so of all that is late what
-// they wait for says most. May not know: who asks.
+// A rank that dies stops the couriers of others from sending to any rank, so of everything that is
+// late, what couriers wait for is the most telling. Must not depend on: the subscribers that ask.
 #pragma once
 
 #include "runtime/memory/os_memory.hpp"
@@ -15,14 +15,14 @@
 
 namespace moeos {
 
-/// Links of a chain of waits (GraceTime) that end at a rank for which couriers keep parts: rows are
-/// late where these are another rank's.
+/// Links of a chain of waits (GraceTime) that end at a rank for which couriers keep parts: where
+/// rows are late, such a chain may end at another rank.
 constexpr u32 kept_links(const Geometry& geometry) { return geometry.rings_cells() ? 1 : 0; }
 
-/// If couriers have sent all parts that they have taken but for those that they keep: the chunk
-/// whose places the first of these waits for, as a number among all peers' chunks. It has been
-/// sent, and its peer needs nothing else to return it. Else it has no rows. One lane, when nothing
-/// has moved for a deadline.
+/// If couriers have sent all parts that they have taken except those that they keep: returns the
+/// chunk whose slots the first of these waits for, as a number among all peers' chunks. That chunk
+/// has been sent, and its peer needs nothing else to return it. Otherwise returns a chunk without
+/// rows. One lane, when nothing has moved for a deadline.
 template <Platform P>
 SentChunk first_before_kept(const Rank<P>& rank, const Call& call) {
   const Geometry& geometry = rank.geometry();
@@ -43,10 +43,10 @@ SentChunk first_before_kept(const Rank<P>& rank, const Call& call) {
     const u32 chunk = part.chunk(geometry);
     if (part.peer >= geometry.world || chunk >= geometry.chunks() ||
         !geometry.replaces_rows(chunk)) {
-      continue;  // (a damaged word is a courier's to reject)
+      continue;  // (a courier rejects a damaged word)
     }
     const u32 before = chunk - geometry.ring_chunks();
-    // Relaxed, too.
+    // Relaxed: only compared.
     const u32* const back = rank.memory.chunk_back(part.peer, before);
     if (P::template load_relaxed<Scope::device>(back) != seal(call.epoch)) {
       const SentChunk its(part.peer * geometry.chunks() + before, geometry.chunk_rows);

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The parts that everyone knows when a call begins: Route's, then those of the shared experts.
+// The parts that all processors know when a call begins: Route's, then those of the shared experts.
 //
-// A ticket below known_parts() stands for one of them. Nobody writes their words or descriptors:
-// who has the ticket makes both. The shared experts' rows are this rank's tokens, where the caller
-// left them. So their parts fill the time in which processors would wait for counts and rows. All
-// first products come before all second ones: a second one waits for parts of smaller tickets
-// alone, which somebody has taken. A Combine, whose ticket is larger than all of theirs, waits for
-// all of them. May not know: how a part is computed.
+// A ticket below known_parts() stands for one of them. Their words and descriptors are never
+// written: the processor that has the ticket makes both. The shared experts' rows are this rank's
+// tokens, where the caller left them. So their parts fill the time in which processors would wait
+// for counts and rows. All of GEMM0 comes before all of GEMM1: a GEMM1 part waits only for parts of
+// smaller tickets, which processors have taken. A Combine, whose ticket is larger, waits for all of
+// them. Must not depend on: how a part is computed.
 #pragma once
 
 #include "runtime/plan/plan.hpp"
@@ -21,9 +21,9 @@ constexpr u32 known_parts(const Geometry& geometry, const Call& call) {
   return route_parts(geometry, call) + geometry.shared_parts(call.tokens);
 }
 
-/// Parts of a Combine of tokens that sent no row, a block's each, which processors find themselves,
-/// behind the known ones, where parts behind them have numbers. Others are handed out; where
-/// processors wait for all tokens' rows there are none.
+/// Parts of a Combine of tokens that sent no row, one for each block, which processors find
+/// themselves, after the known parts, where the parts after them have numbers. Otherwise they are
+/// handed out; where processors wait for all tokens' rows there are none.
 constexpr u32 own_unsent_parts(const Geometry& geometry, const Call& call) {
   const bool own = geometry.plans_by_counts(call.tokens) && !geometry.may_await(call.tokens);
   return own && combines_unsent(call) ? route_blocks(geometry, call) : 0;
@@ -37,7 +37,7 @@ constexpr ReadyWord shared_word(const Geometry& geometry, const Call& call, u32 
   const auto part = [&](TaskKind kind, u32 nth, u32 of_tile) {
     return ReadyWord(call.epoch, kind, geometry.tiles_max() + nth / of_tile, nth % of_tile);
   };
-  // Of each kind apart, so that a compiler that knows the geometry divides by a constant.
+  // Each kind apart, so that a compiler that knows the geometry divides by a constant.
   if (number < firsts) {
     return narrow ? part(kSharedFirstProduct.kind, number, geometry.shared0_narrow_parts)
                   : part(kSharedFirstProduct.kind, number, geometry.shared0_parts);
@@ -46,7 +46,7 @@ constexpr ReadyWord shared_word(const Geometry& geometry, const Call& call, u32 
                 : part(kSharedSecondProduct.kind, number - firsts, geometry.product1_parts);
 }
 
-/// And its descriptor, on rank `rank`: a tile of tokens that follow each other.
+/// The descriptor of the part of `word`, on rank `rank`: a tile of consecutive tokens.
 constexpr Task shared_task(const Geometry& geometry, const Call& call, u32 rank, ReadyWord word) {
   const bool narrow = geometry.narrow_shared(call.tokens);
   const Product product = product_of(word.kind(), true);

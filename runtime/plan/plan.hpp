@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // The plan of a call: from counts to numbered parts, one function for any number of ranks.
 //
-// An expert's rows become tiles by one rule, whoever sends them: full tiles of one source's rows
-// each, the first source's first, then what is left of all sources, side by side. Tiles of an
-// expert follow each other, and so do experts. Parts are numbered behind each other: those of all
-// first products, then those of all second ones, of a large expert by turns. Where rows come more
-// slowly than first products use them up, as in a call of gradients of a rank alone, second ones of
-// earlier experts go between later first ones (Geometry::second_after).
+// An expert's rows become tiles by one rule, whatever ranks send them: full tiles of one source's
+// rows each, the first source's first, then the remainders of all sources, side by side. Tiles of
+// an expert are consecutive, and so are experts. Parts are numbered in order: those of GEMM0 of all
+// tiles, then those of GEMM1 of all tiles; the tiles of a large expert take turns. Where rows come
+// more slowly than GEMM0 uses them up, as in a gradient call of a rank alone, GEMM1 of earlier
+// experts goes between GEMM0 of later ones (Geometry::second_after).
 //
-// Plan is that function. Rows says what is known of the counts, and how it is kept: a processor has
-// a few registers of each lane (counted_rows.hpp), the host a table (kernels/rows_in_table.hpp).
-// The arrivals subscriber, which makes the same tiles of rows that come one by one, has the rules
-// from here (tile_plan.hpp). An expert is a place of this rank (placement.hpp): who asks for a plan
-// gives the counts of its own. May not know: memory, flags, queues, other ranks.
+// Plan is that function. `Rows` says what is known of the counts, and how it is kept: a processor
+// has a few registers of each lane (counted_rows.hpp), the host a table
+// (kernels/rows_in_table.hpp). The arrivals subscriber, which makes the same tiles of rows that
+// come one by one, uses the rules of this file (tile_plan.hpp). An expert is an expert's place on
+// this rank (placement.hpp): the caller gives the counts of its own rank. Must not depend on:
+// memory, flags, queues, other ranks.
 #pragma once
 
 #include "runtime/platform/team.hpp"
@@ -34,7 +35,7 @@ struct FullTile {
   u32 source;
   u32 nth;  // of this source's full tiles
 };
-/// Full tile `nth` of an expert; `rows(source)`: that it gets from a source.
+/// Full tile `nth` of an expert; `rows(source)`: the rows that the expert gets from a source.
 template <class Rows>
 constexpr FullTile full_tile(const Geometry& geometry, u32 nth, Rows rows) {
   u32 source = 0;
@@ -49,10 +50,10 @@ constexpr FullTile full_tile(const Geometry& geometry, u32 nth, Rows rows) {
 
 /// Goes through the tiles that the remainders of an expert's sources make.
 ///
-/// `left(source)`: what is left of it, below a tile. append(tile, segment, source, from, rows): a
-/// tile's segment has so many rows of a source, from row `from` of what is left on.
-/// close(tile, result, segments, rows, padded): it is complete, and its rows begin at `result`.
-/// `apart`: each source in tiles of its own.
+/// `left(source)`: the source's remainder, less than a tile. append(tile, segment, source, from,
+/// rows): a tile's segment has `rows` rows of a source's remainder, from row `from` on. close(tile,
+/// result, segments, rows, padded): the tile is complete, and its rows begin at `result`. `apart`:
+/// each source has tiles of its own.
 template <class Left, class Append, class Close>
 constexpr Extent merge_remainders(const Geometry& geometry, bool narrow, bool apart, Left left,
                                   Append append, Close close) {
@@ -94,15 +95,15 @@ constexpr Extent merge_remainders(const Geometry& geometry, bool narrow, bool ap
   return extent;
 }
 
-/// Which part of which tile is handed out at a place, of `tiles` tiles that have turns: the first
-/// part of each, then the second.
+/// The part at index `place` of the order in which `tiles` tiles take turns: the first part of
+/// each, then the second.
 struct Turn {
   u32 tile;
   u32 part;
 };
 constexpr Turn turn_at(u32 place, u32 tiles) { return {place % tiles, place / tiles}; }
 
-/// Fills a descriptor of a tile's first product but for its segments and its seal.
+/// Fills a descriptor of a tile's GEMM0, except its segments and its seal.
 constexpr void describe_tile(Task& task, const Geometry& geometry, u32 epoch, u32 expert, u32 tile,
                              u32 segments, u32 rows, u32 padded, u32 result, bool narrow) {
   task.kind = kFirstProduct.kind;
@@ -117,10 +118,10 @@ constexpr void describe_tile(Task& task, const Geometry& geometry, u32 epoch, u3
   task.narrow = narrow ? 1 : 0;
 }
 
-/// What an expert's rows add up to.
+/// Totals of an expert's rows.
 struct ExpertRows {
   u32 tiles;
-  u32 padded;  // rows of these
+  u32 padded;  // rows of these tiles
   bool narrow;
 };
 
@@ -129,18 +130,19 @@ struct TileRows {
   u32 segments;
   u32 rows;
   u32 padded;
-  u32 result;  // where it begins, of its expert's rows as they are laid out
+  u32 result;  // its first row, among the expert's rows as they are laid out
 };
 
-/// Lanes have experts that follow each other. `L`: a warp's lanes. Every function by all of them.
-/// `Rows`: of these experts, as RowsInTable is (kernels/rows_in_table.hpp).
+/// Lanes have consecutive experts. `L`: a warp's lanes; every function is called by all of them.
+/// `Rows`: the rows of these experts, with the functions of RowsInTable
+/// (kernels/rows_in_table.hpp).
 template <class L, class Rows>
 class Plan {
  public:
-  /// Of rows that are known.
+  /// `rows` may become known later.
   explicit constexpr Plan(const Rows& rows) : rows_(rows) {}
 
-  /// To be called when they are; behind it the others may be called.
+  /// Called once the rows are known; the other functions may be called after it.
   constexpr void make() {
     Extent its;
     for (u32 i = 0; i < rows_.experts_each(); ++i) {
@@ -161,14 +163,14 @@ class Plan {
 
   constexpr Rows& rows() { return rows_; }
 
-  /// Parts of all products of all tiles; and of the first one (0), or the second one.
+  /// Parts of all products of all tiles; and of GEMM0 (nth = 0) or GEMM1 (nth = 1).
   constexpr u32 parts() const { return parts_of(0) + parts_of(1); }
   constexpr u32 parts_of(u32 nth) const {
     return Rows::kOneTileEach ? tiles_ * parts_of_tile(nth == 1)
                               : L::broadcast(ends_[nth], L::kLanes - 1);
   }
 
-  /// Part `number` of them: returns its word, and makes `task`, which all lanes see, its tile's
+  /// Returns the word of part `number` and makes `task`, which all lanes see, its tile's
   /// descriptor.
   constexpr ReadyWord part(u32 number, Task& task) const {
     const Geometry& geometry = rows_.geometry();
@@ -179,8 +181,8 @@ class Plan {
     const u32 begin =
         Rows::kOneTileEach ? first_tile_ * parts_of_tile(second) : ends - parts_of_lane(second);
     Found found{rows_.first()};
-    // Only its experts have the part. Where all tiles are cut alike, the others find what harms
-    // nobody, and a condition would cost more.
+    // Only the owner's experts have the part. Where all tiles are cut alike, the other lanes find
+    // something harmless, and a condition would cost more.
     if (Rows::kOneTileEach || L::lane() == owner) {
       find(second, of_product - begin, found);
     }
@@ -211,9 +213,9 @@ class Plan {
     bool second;
     u32 number;
   };
-  /// All first parts, then all second ones; or those of a lane's experts as soon as so many first
-  /// parts stand behind their own ones (Geometry::second_after). So each part still stands behind
-  /// all that it awaits.
+  /// All GEMM0 parts, then all GEMM1 parts; or a lane's experts' GEMM1 parts as soon as
+  /// `second_after` GEMM0 parts follow the experts' own (Geometry::second_after). So each part
+  /// still comes after all that it awaits.
   constexpr OfProduct product_at(u32 number) const {
     const u32 first_parts = parts_of(0);
     const u32 after = rows_.geometry().second_after;
@@ -221,7 +223,8 @@ class Plan {
       const bool second = number >= first_parts;
       return {second, second ? number - first_parts : number};
     }
-    // First parts before this lane's second ones; these end behind them and all lanes' before.
+    // GEMM0 parts before this lane's GEMM1 parts; these end after them and all earlier lanes'
+    // GEMM1.
     const u32 before = minimum(ends_[0] + after, first_parts);
     const u32 passed = L::count(L::ballot(before + ends_[1] <= number));  // lanes, the first ones
     const u32 its = minimum(passed, L::kLanes - 1);
@@ -231,12 +234,12 @@ class Plan {
     return {second, number - (second ? first : done)};
   }
 
-  /// Tiles of a large expert whose parts go by turns, the first part of each, then the second: what
-  /// is loaded between two parts that share weights is then some other parts, and not a whole
-  /// tile's, which the cache does not keep. Turns took 6 % off 8192 tokens of DeepSeek-V3.
+  /// Tiles of a large expert whose parts take turns, the first part of each, then the second:
+  /// between two parts that share weights, only the weights of other parts are then loaded, and not
+  /// a whole tile's, which the cache does not keep. Turns took 6 % off 8192 tokens of DeepSeek-V3.
   static constexpr u32 kTurn = 32;
 
-  /// How an expert's tiles are cut for one of the products: some, then some in halves.
+  /// How an expert's tiles are cut for one of the products: some whole, the rest in halves.
   struct Cut {
     u32 tiles;
     u32 parts;  // of each
@@ -244,7 +247,7 @@ class Plan {
     u32 halves;  // of each of these
     constexpr u32 all() const { return tiles * parts + tiles_in_halves * halves; }
   };
-  /// `tile`: the expert's first one.
+  /// `tile`: the expert's first tile.
   constexpr Cut cut_of(bool second, const ExpertRows& its, u32 tile) const {
     const Geometry& geometry = rows_.geometry();
     if (Rows::kOneTileEach) {
@@ -258,7 +261,7 @@ class Plan {
             moeos::parts_of(geometry, kSecondProduct.kind,
                             !MOEOS_PLANTED(half_of_the_halves_is_missing))};
   }
-  /// Where each expert has one tile, and all are cut alike.
+  /// Parts of a tile, where each expert has one tile and all are cut alike.
   constexpr u32 parts_of_tile(bool second) const {
     const Geometry& geometry = rows_.geometry();
     const bool narrow = geometry.narrow_rows != 0;
@@ -286,17 +289,17 @@ class Plan {
     bool narrow = false;
     bool in_halves = false;
   };
-  /// Part `left` of those of a lane's experts, by the lane that has it.
+  /// Finds part `left` of the parts of a lane's experts; by the lane that has it.
   constexpr void find(bool second, u32 left, Found& its_part) const {
     typename Rows::At at = its_part.at;
     u32 expert = rows_.first_expert();
     u32 tile = first_tile_;
     u32 result = first_result_;
-    bool found = false;  // selects, not an early end, so that nothing is indexed
+    bool found = false;  // selects, not an early exit, so that nothing is indexed
     for (u32 i = 0; i < rows_.experts_each(); ++i) {
       const ExpertRows its = rows_.of(rows_.at(i));
       const u32 parts = cut_of(second, its, tile).all();
-      const bool is_last = i + 1 == rows_.experts_each();  // which has what no other one had
+      const bool is_last = i + 1 == rows_.experts_each();  // the last one takes the rest
       const bool passes = !found && !is_last && left >= parts;
       rows_.look(at, i, found);
       rows_.pass(at, i, passes);
@@ -326,10 +329,10 @@ class Plan {
 
   Rows rows_;
   u32 tiles_ = 0;                // of all experts
-  u32 first_tile_ = 0;           // of this lane's experts,
-  u32 first_result_ = 0;         // and where their rows begin
-  u32 uncut_tiles_ = 0;          // of all tiles, those whose second product is not cut in halves
-  u32 ends_[kProductsOfTile]{};  // of each: parts up to this lane's last one
+  u32 first_tile_ = 0;           // of this lane's experts
+  u32 first_result_ = 0;         // for the owner, which has summed them
+  u32 uncut_tiles_ = 0;          // all tiles whose GEMM1 is not cut in halves
+  u32 ends_[kProductsOfTile]{};  // of each product: parts up to this lane's last one
 };
 
 }  // namespace moeos

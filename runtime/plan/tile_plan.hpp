@@ -2,22 +2,22 @@
 // Algorithm 2's decoding step: arrived rows become row tiles, product tasks with up to eight
 // segments.
 //
-// A tile full of one source's rows is made as soon as these rows are here. What is left of each
-// source, less than a tile, is merged with the other sources' remainders once all of them are
-// complete, so that at decode sizes a weight is read once and not once a source; when processors
-// idle, remainders that are here are packed without waiting. Of large experts also full tiles wait
-// until the expert's rows are complete, or until somebody has nothing else to compute: then all of
-// its tiles follow each other, and its weights are read once and not once a source. Rows are
-// independent, so packing never changes a result.
+// A tile full of one source's rows is made as soon as these rows are here. Each source's remainder,
+// less than a tile, is merged with the other sources' remainders once all of them are complete, so
+// that at decode sizes a weight is read once and not once a source; when processors idle,
+// remainders that are here are packed without waiting. A large expert's full tiles also wait until
+// the expert's rows are complete, or until processors have nothing else to compute: then all of its
+// tiles are consecutive, and its weights are read once and not once a source. Rows are independent,
+// so packing never changes a result.
 //
-// A tile is made when there are places for its rows between the two products. Where these are fewer
-// than a call may have rows (Geometry::reuses_places), they are used in turn, as those of a ring:
-// the next tile takes those behind the last one's, once the tiles that had them have been
-// multiplied. No tile that is made waits for one that is not, so there is no circle of waits.
+// A tile is made when there are slots for its rows between the two products. Where there are fewer
+// slots than a call may have rows (Geometry::reuses_places), they form a ring: the next tile takes
+// the slots after the last tile's, once the tiles that had them have been multiplied. No tile that
+// is made waits for one that is not, so there is no cycle of waits.
 //
-// A source that has more rows for this rank than places in its cell waits for its own rows to be
-// computed (courier.hpp). So none of them waits for another source: what is left of it is a tile of
-// its own. May not know: flags, queues, how a tile is computed.
+// A source that has more rows for this rank than its cell has slots waits for its own rows to be
+// computed (courier.hpp). So none of these rows may wait for another source: the source's remainder
+// is a tile of its own. Must not depend on: flags, queues, how a tile is computed.
 #pragma once
 
 #include "runtime/memory/layout.hpp"
@@ -33,7 +33,7 @@
 namespace moeos {
 
 /// Keeps one call's packing state in the OS block's memory; only the arrivals subscriber's warp
-/// touches it, a lane for each expert. Every function is called by all lanes.
+/// accesses it, a lane for each expert. Every function is called by all lanes.
 template <Platform P>
 class TilePlan {
  public:
@@ -67,11 +67,12 @@ class TilePlan {
 
   /// Writes the Product0 descriptors of new tiles; false if there are none.
   ///
-  /// `news`: rows have arrived since the last time; OsMemory::rows_arrived says which. `parts`: so
-  /// many would be computed at once. Of large experts, full tiles of incomplete ones are made for
-  /// that, the first experts' first, whose rows all sources send first; of others every full tile
-  /// is made as soon as it is. `early`: of so many experts, those with most rows, all rows that are
-  /// here are packed, complete or not, while the budget for early tiles lasts.
+  /// `news`: rows have arrived since the last time; OsMemory::rows_arrived has them. `parts`: how
+  /// many parts could be computed at once. For these, full tiles of large experts that are
+  /// incomplete are made, the first experts' first, whose rows all sources send first; a smaller
+  /// expert's full tile is made as soon as its rows are here. `early`: the number of experts, those
+  /// with most rows, whose rows that are here are all packed, complete or not, while the budget for
+  /// early tiles lasts.
   bool advance(bool news, u32 parts, u32 early) {
     const Geometry& geometry = layout_.geometry();
     const u32 before = tiles_;
@@ -80,8 +81,8 @@ class TilePlan {
       news = true;
     }
     parts = geometry.large_experts != 0 && (news || !all_fed_) ? parts : 0;
-    // One round for news and wants, then one for what is packed early; a loop, so that there is one
-    // copy of plan()'s code.
+    // One round for news and wants, then one for early packing; a loop, so that there is one copy
+    // of plan()'s code.
 #pragma unroll 1
     for (u32 round = 0; round < 2; ++round) {
       const bool packs = round == 1;
@@ -99,7 +100,8 @@ class TilePlan {
   }
 
   /// Writes the descriptors of all of the call's tiles that have not been made, whether their rows
-  /// are here or not: who computes them waits for these. All counts are known.
+  /// are here or not: the processors that compute them wait for the rows. Requires that all counts
+  /// are known.
   void plan_rest() {
     for (u32 source = P::lane(); source < layout_.geometry().world; source += P::kLanes) {
       os_.rows_arrived[source] = os_.rows_received(source);
@@ -110,15 +112,15 @@ class TilePlan {
     MOEOS_CHECK(complete());
   }
 
-  /// Whether all tiles of the call have places between the products that no other one has had. All
-  /// counts are known.
+  /// Whether all tiles of the call get slots between the products that no other tile has had.
+  /// Requires that all counts are known.
   bool fits() const {
     const Geometry& geometry = layout_.geometry();
     if (!geometry.reuses_places()) {
       return true;
     }
-    // What a tile may waste beyond its segments' padding: not a full one; each other one but the
-    // last has as many segments as it may have, which are the last rows of so many sources.
+    // The padding that a tile may waste beyond its segments' padding: a full tile wastes none; each
+    // other tile but the last has the maximum number of segments, each the last rows of one source.
     const u32 align = maximum(Geometry::kSegmentAlign, geometry.segment_align);
     const u32 waste =
         Geometry::kSegmentAlign * (geometry.world / geometry.max_segments_of(false) + 1);
@@ -136,11 +138,11 @@ class TilePlan {
 
   /// Tiles planned so far in this call. A tile's number is its descriptor's.
   u32 tiles() const { return tiles_; }
-  /// Whether these are all of this call's: all rows are here, and in tiles.
+  /// Whether these are all of this call's tiles: all rows are here, and in tiles.
   bool complete() const { return unpacked_ == 0; }
 
  private:
-  /// What is to be said of an expert's rows.
+  /// What is known of an expert's rows.
   struct Rows {
     u32 full = 0;          // full tiles of one source each, of rows that are here and in no tile
     u32 more = 0;          // such rows beyond these tiles
@@ -148,16 +150,16 @@ class TilePlan {
     bool apart = false;    // some source's remainder waits for no other (is_apart)
     bool complete = true;  // all are announced, and here
   };
-  /// Experts with most rows that are here and in no tile: all that have more than so many, and the
-  /// first ones of those that have as many.
+  /// The experts with most rows that are here and in no tile: all that have more than `more_than`,
+  /// and the first `of_as_many` of those that have exactly as many.
   struct Fullest {
     u32 more_than = kNone;
     u32 of_as_many = 0;
     bool none() const { return more_than == kNone; }
   };
 
-  /// Looks which tiles, in their order, have been multiplied: their places are free. True if some
-  /// are that were not.
+  /// Finds which tiles, in their order, have been multiplied: their slots are free. True if slots
+  /// have become free.
   bool find_free_places() {
     const u32 tile = multiplied_ + P::lane();
     const bool made = tile < tiles_;
@@ -175,7 +177,7 @@ class TilePlan {
     return true;
   }
 
-  /// The fullest of all experts, as many, or all that have rows.
+  /// The `experts` fullest experts, or all that have rows.
   Fullest find_fullest(u32 experts) const {
     const Geometry& geometry = layout_.geometry();
     if (experts == 0) {
@@ -190,7 +192,7 @@ class TilePlan {
     if (experts == 0) {
       return {};
     }
-    u32 most = 0;  // rows that so many have, bit by bit
+    u32 most = 0;  // the most rows that `experts` experts have, bit by bit
 #pragma unroll 1
     for (u32 bit = 1U << 31; bit != 0; bit >>= 1) {
       most |= with_rows(most | bit) >= experts ? bit : 0;
@@ -200,7 +202,7 @@ class TilePlan {
     return found;
   }
 
-  /// How many experts have so many rows waiting.
+  /// How many experts have at least `rows` rows waiting.
   u32 with_rows(u32 rows) const {
     const u32 experts = layout_.geometry().local_experts();
     u32 count = 0;
@@ -211,12 +213,13 @@ class TilePlan {
     return count;
   }
 
-  /// Plans the new tiles of experts that are complete; the full ones of all others, or of large
-  /// experts of the first ones that make up `parts` parts; and of the fullest whatever is here.
+  /// Plans the new tiles of experts that are complete; the full tiles of all others, or, with large
+  /// experts, of the first ones that make up `parts` parts; and for the fullest experts all rows
+  /// that are here.
   ///
-  /// A step of the subscriber is mostly this, and what it takes is what processors wait for rows
-  /// that are here: so nothing is looked at twice that can be kept, and full tiles, which are all
-  /// alike, are written by a lane each.
+  /// A step of the subscriber is mostly this function, and processors wait as long as it takes for
+  /// rows that are here: so it keeps what it has looked at, and the lanes share out the writing of
+  /// full tiles, which are all alike.
   void plan(u32 parts, Fullest fullest) {
     const Geometry& geometry = layout_.geometry();
     u32 fed = 0;  // full tiles, also of complete experts
@@ -252,7 +255,7 @@ class TilePlan {
         extent = {full + merged.tiles, extent.rows + merged.rows};
       }
       if (geometry.reuses_places() && !up_front_) {
-        const u32 before = P::inclusive_scan(extent.rows) - extent.rows;  // those before take first
+        const u32 before = P::inclusive_scan(extent.rows) - extent.rows;  // earlier lanes first
         const u32 room = free_to_ - results_ - minimum(free_to_ - results_, before);
         const bool all = extent.rows <= room || MOEOS_PLANTED(rows_share_places);
         held_back_ = P::ballot(!all) != 0 || held_back_;
@@ -319,8 +322,8 @@ class TilePlan {
     return minimum(maximum(arrived, start), starts[expert + 1]) - start - taken(source, expert);
   }
 
-  /// Whether what is left of a source's rows of an expert, less than a tile, waits for no other
-  /// source's: all of these rows are here, and there are more rows for this rank than places.
+  /// Whether a source's remainder of an expert, less than a tile, waits for no other source's: all
+  /// of these rows are here, and the source has more rows for this rank than its cell has slots.
   bool is_apart(u32 source, u32 expert) const {
     const Geometry& geometry = layout_.geometry();
     if (!geometry.rings_cells() || os_.rows_arrived[source] == kNone) {
@@ -336,9 +339,9 @@ class TilePlan {
     return os_.taken[source * layout_.geometry().local_experts() + expert];
   }
 
-  /// Notes that the rows of an expert that are here are in tiles, or of these those of so many full
-  /// tiles, the first sources' first; `apart`: then these are all, and also what merge_sources
-  /// made.
+  /// Notes that rows of the expert that are here are now in tiles: those of `full` full tiles, the
+  /// first sources' first; all of them if `all` is set; with `apart`, also the remainders that
+  /// merge_sources made tiles of.
   void take(u32 expert, u32 full, bool all, bool apart) const {
     const u32 tile_rows = layout_.geometry().tile_rows;
     for (u32 source = 0; source < layout_.geometry().world; ++source) {
@@ -350,15 +353,15 @@ class TilePlan {
     }
   }
 
-  /// All lanes: writes the descriptors of full tiles. Of expert `first` plus its lane each has
-  /// `full`, whose numbers and result rows begin at `begin`; the lanes share them out.
+  /// By all lanes: writes the descriptors of full tiles. Expert `first` + lane has `full` of them,
+  /// whose numbers and result rows begin at `begin`; the lanes share them out.
   void write_full_tiles(u32 first, u32 full, Extent begin) const {
     const Geometry& geometry = layout_.geometry();
     const u32 ends = P::inclusive_scan(full);
     const u32 all = P::broadcast(ends, P::kLanes - 1);
     for (u32 base = 0; base < all; base += P::kLanes) {
       const u32 number = minimum(base + P::lane(), all - 1);
-      const u32 owner = lane_with<P>(ends, number);  // the lane whose expert this tile is of
+      const u32 owner = lane_with<P>(ends, number);  // the lane of this tile's expert
       const u32 nth = number - P::broadcast(ends - full, owner);
       const u32 tile = P::broadcast(begin.tiles, owner) + nth;
       const u32 result = P::broadcast(begin.rows, owner) + nth * geometry.tile_rows;
@@ -373,9 +376,9 @@ class TilePlan {
     }
   }
 
-  /// One lane: goes through the tiles that the remainders of an expert's sources make, and writes
-  /// their descriptors from tile number `tile` and result row `result` on, or only adds up.
-  /// `apart`: only of those that wait for no other source, each in a tile of its own.
+  /// By one lane: goes through the tiles that the remainders of an expert's sources make, and
+  /// writes their descriptors from tile number `tile` and result row `result` on, or only adds up.
+  /// `apart`: only remainders that wait for no other source, each in a tile of its own.
   template <bool kWrite>
   Extent merge_sources(u32 expert, bool apart, bool narrow, u32 tile, u32 result) const {
     const u32 tile_rows = layout_.geometry().tile_rows;
@@ -403,8 +406,8 @@ class TilePlan {
 
   Task& descriptor(u32 tile) const { return memory_.tasks[tile]; }
 
-  /// Makes `rows` rows of (source, expert), from its slot `slot` on, a tile's segment; returns
-  /// words_of() it.
+  /// Makes `rows` rows of (source, expert), from slot `slot` on, a tile's segment; returns
+  /// words_of() the segment.
   u32 append(u32 expert, u32 tile, u32 segment, u32 source, u32 slot, u32 rows) const {
     const u32 start = os_.receive_starts(source)[expert];
     const Segment made{layout_.row(expert, slot, start), static_cast<u16>(source),
@@ -413,7 +416,7 @@ class TilePlan {
     return words_of(made);
   }
 
-  /// `result`: which rows of all tiles it has; their places follow from it.
+  /// `result`: the tile's first row among the rows of all tiles; its slots follow from it.
   void close(u32 expert, u32 tile, u32 result, u32 segments, u32 rows, u32 padded, bool narrow,
              u32 words) const {
     if (layout_.geometry().reuses_places()) {
@@ -435,15 +438,16 @@ class TilePlan {
   u32 epoch_ = 0;
   u32 tiles_ = 0;
   u32 results_ = 0;  // rows of these tiles
-  // Where places between the products are used again: tiles, in their order, that have been seen to
-  // be multiplied; up to which row there are places; some rows that could be in tiles have none.
+  // Where slots between the products are used again: the number of tiles, in their order, that are
+  // known to be multiplied; the row up to which slots are free; whether rows that could be in tiles
+  // have no slots.
   u32 multiplied_ = 0;
   u32 free_to_ = 0;
   bool held_back_ = false;
   u32 early_left_ = 0;
   u32 unpacked_ = 0;       // experts some of whose rows are in no tile
   bool up_front_ = false;  // tiles are made of rows that are awaited
-  bool all_fed_ = false;   // every full tile is made: until there is news, there is none to feed
+  bool all_fed_ = false;   // every full tile is made: without news there is none to hand out
 };
 
 }  // namespace moeos

@@ -4,23 +4,24 @@
 //
 // A platform has static members for warps, atomics and time, and one object per rank for the way to
 // its peers. Every atomic access of the runtime goes through these names, so a platform can order,
-// delay, count or replay them; nothing else in the runtime touches shared memory with ordinary
-// loads and stores unless an acquire that is named in a comment has ordered it.
+// delay, count or replay them; nothing else in the runtime accesses shared memory with ordinary
+// loads and stores unless an acquire that a comment names has ordered it.
 //
 // Two pairs of accesses publish data:
 //   store_release / add_release  -> load_acquire           one word at a time;
 //   publish_fence, then publish  -> poll, then acquire_fence   many words in one sweep: on the GPU
 //                                   the words are relaxed and one fence a sweep orders them all
 //                                   (1.35 us against 2.35 us with an acquire per word).
-// Each fence orders one way. Who passes on what it has acquired needs both, relay_fence. All lanes
-// pass through acquire_fence and relay_fence, behind which each has what any of them has acquired.
+// Each fence orders one way. An actor that passes on what it has acquired needs both, relay_fence.
+// All lanes execute acquire_fence and relay_fence, after which each has what any of them has
+// acquired.
 #pragma once
 
 #include "runtime/words/base.hpp"
 
 namespace moeos {
 
-/// What a put does to the signal behind it: an arrival flag is set, a credit is added to.
+/// What a put does to the signal after its bytes: an arrival flag is set, a credit is added to.
 enum class SignalOp : u8 { set, add };
 
 // NVRTC has no <concepts>.
@@ -46,8 +47,8 @@ concept Platform = requires(const P& platform, u32* word, const u32* read_only, 
   { P::exclusive_or(value) } -> SameAs<u32>;  // of all lanes' values
   { P::alike(value) } -> SameAs<u32>;         // as a ballot: lanes that have this lane's value
   P::sync_lanes();
-  // The same value, of which the compiler knows nothing: what follows from it is worked out where
-  // it is needed, and takes no register before.
+  // The same value, opaque to the compiler: what follows from it is computed where it is needed,
+  // and takes no register before.
   { P::opaque(value) } -> SameAs<u32>;
 
   // Atomics, each with the scope of the actors that must agree.
@@ -56,7 +57,7 @@ concept Platform = requires(const P& platform, u32* word, const u32* read_only, 
   P::template store_relaxed<Scope::device>(word, value);
   P::template store_release<Scope::system>(wide, u64{0});
   { P::template add_relaxed<Scope::device>(word, value) } -> SameAs<u32>;  // the value before
-  P::template count_relaxed<Scope::device>(word, value);  // adds, and nobody asks what was before
+  P::template count_relaxed<Scope::device>(word, value);  // adds; the value before is not returned
   P::template count_relaxed<Scope::device>(wide, u64{0});
   P::template add_release<Scope::system>(word, value);  // likewise
   {
@@ -69,10 +70,10 @@ concept Platform = requires(const P& platform, u32* word, const u32* read_only, 
     P::template compare_exchange_relaxed<Scope::device>(word, value, value)
   } -> SameAs<u32>;  // the value before
 
-  // Sweeps over many words. A value that was read is used: machine code is rid of other loads, and
-  // of what they acquire.
+  // Sweeps over many words. The caller must use the value that was read: machine code drops other
+  // loads, and what they acquire.
   { P::template poll<Scope::system>(read_only) } -> SameAs<u32>;
-  // The same, and adds: passes on what the fence before it has published and what it has polled.
+  // A poll that adds: passes on what the fence before it has published and what it has polled.
   { P::template poll_add<Scope::device>(word, value) } -> SameAs<u32>;
   P::template acquire_fence<Scope::system>();
   P::template publish_fence<Scope::device>();
@@ -83,7 +84,7 @@ concept Platform = requires(const P& platform, u32* word, const u32* read_only, 
   // Time: a clock for deadlines, and what a waiting loop does between two looks.
   { P::now_ns() } -> SameAs<u64>;
   P::pause(idle);
-  P::rest(idle);  // the loop found work: forget how long it had waited
+  P::rest(idle);  // the loop found work: reset its idle time
 
   // Whether actors do what a rank's fault plan says (faults.hpp).
   { P::has_faults() } -> SameAs<bool>;
@@ -92,7 +93,7 @@ concept Platform = requires(const P& platform, u32* word, const u32* read_only, 
   // heap (rank, byte offset). Without kRemotePeers it is never null, and no put is compiled.
   { P::kRemotePeers } -> SameAs<const bool&>;
   { P::kSenders } -> SameAs<const u32&>;  // warps of the OS block that put (sender.hpp)
-  // And that count returned rows: at least one (returns_subscriber.hpp).
+  // Warps of the OS block that count returned rows: at least one (returns_subscriber.hpp).
   { P::kReturnsSubscribers } -> SameAs<const u32&>;
   { platform.peer(value) } -> SameAs<u8*>;
   // By all lanes of a warp: bytes of this rank's own heap. Puts may overtake each other. A put's
@@ -102,8 +103,8 @@ concept Platform = requires(const P& platform, u32* word, const u32* read_only, 
   // By one lane: a word, set or added to; publishes nothing but itself ...
   platform.put_word(value, u64{0}, u64{0});
   platform.add_word(value, u64{0}, value);
-  // ... unless it is put behind this: what the caller puts to a rank from now on arrives there
-  // after all that it has put there so far.
+  // ... unless it is put after order_puts: what the caller puts to a rank from then on arrives
+  // there after all that it has put there before.
   platform.order_puts();
 };
 

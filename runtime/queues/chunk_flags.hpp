@@ -2,8 +2,9 @@
 // Watches the flags of sources' chunks, and knows how many of each source's are up in order.
 //
 // A flag is a word that holds, sealed, the epoch in which its chunk was last ready. Two actors
-// watch flags: of chunks that have come from peers (landings_subscriber.hpp), and of chunks whose
-// rows are all here (arrivals_subscriber.hpp). May not know: what is made of the rows.
+// watch flags: those of chunks that have come from peers (landings_subscriber.hpp), and those of
+// chunks whose rows are all here (arrivals_subscriber.hpp). Must not depend on: what is made of the
+// rows.
 #pragma once
 
 #include "runtime/memory/rank.hpp"
@@ -13,8 +14,8 @@
 
 namespace moeos {
 
-/// Where it says that all rows of a chunk are here, of `rows` that come from a source, by chunk: of
-/// one that lacks some, where our couriers say so.
+/// The flag, by chunk, that says that all rows of a chunk are here, of the `rows` rows from a
+/// source: for a chunk that comes without some rows, our couriers' flag.
 template <Platform P>
 auto complete_chunk_flags(const Rank<P>& rank, u32 source, u32 rows) {
   return [&rank, source, rows](u32 chunk) -> const u32* {
@@ -29,7 +30,7 @@ auto complete_chunk_flags(const Rank<P>& rank, u32 source, u32 rows) {
 template <Platform P>
 class ChunkFlags {
  public:
-  /// As a source's prefix: nobody watches its flags yet.
+  /// A source's prefix while its flags are not watched.
   static constexpr u32 kUnwatched = kNone;
   /// Flags that a lane asks for at once.
   static constexpr u32 kLooks = 8;
@@ -37,7 +38,7 @@ class ChunkFlags {
   /// A peer is one call ahead at most.
   static constexpr u32 kCallsAhead = 1;
 
-  /// `prefix`: [source] chunks whose flags are up, in order; this warp's alone.
+  /// `prefix`: [source] chunks whose flags are up, in order; accessed only by this warp.
   ChunkFlags(const Rank<P>& rank, const Call& call, u32* prefix)
       : rank_(rank), call_(call), prefix_(prefix) {
     for (u32 source = P::lane(); source < rank.geometry().world; source += P::kLanes) {
@@ -47,16 +48,16 @@ class ChunkFlags {
   }
 
   /// Looks once at the flags of all sources whose counts are known. watched(source, rows): whether
-  /// those of one that sends us so many rows are to be; flags(source, rows)(chunk): where a flag
-  /// is; note(source, chunks): by one lane, so many more are up, or it is the first look. Returns
-  /// whether there is anything new. What a chunk's flag was raised behind is then here, for us and
-  /// for whoever acquires what we release.
+  /// to watch the flags of a source that sends us `rows` rows; flags(source, rows)(chunk): where a
+  /// flag is; note(source, chunks): called by one lane when `chunks` more are up, or at the first
+  /// look. Returns whether there is anything new. What was published with a new chunk's flag is
+  /// then visible to us and to the actors that acquire what we release.
   ///
-  /// `unread`: nobody reads rows of the chunks before this one because of this look; processors
-  /// look at their flags themselves (inputs.hpp). So this look may come late: the peer's call has
-  /// ended, and the next one has raised the flag again. That says as much of this call's rows,
-  /// since a peer's call ends when all of its rows have come back. Of other chunks, only this
-  /// call's flag counts: until this look has seen it, no rows of them go back.
+  /// `unread`: no rows of the chunks before this one are read because of this look; processors look
+  /// at their flags themselves (inputs.hpp). So this look may come late: the peer's call has ended,
+  /// and the next one has raised the flag again. That says as much of this call's rows, since a
+  /// peer's call ends when all of its rows have come back. For other chunks only this call's flag
+  /// counts: until this look has seen it, none of their rows goes back.
   template <class Watched, class Flags, class Note>
   bool look(Watched watched, Flags flags, Note note, u32 unread) {
     bool progress = false;
@@ -69,7 +70,7 @@ class ChunkFlags {
     return progress;
   }
 
-  /// Missing is, of a source that is watched, the first chunk that was announced and is not ready.
+  /// Missing is the first chunk of a watched source that was announced and is not ready.
   template <class Watched>
   Answer answer(Watched watched, Failure& failure) const {
     for (u32 source = 0; source < rank_.geometry().world; ++source) {
@@ -105,7 +106,7 @@ class ChunkFlags {
 
  private:
   /// Advances the prefixes of `sources` sources from `first_source` on. Each has an equal share of
-  /// the lanes, and `kLooks` times as many flags are looked at.
+  /// the lanes, and a lane looks at `kLooks` flags.
   template <class Watched, class Flags, class Note>
   bool look_at(u32 first_source, u32 sources, Watched watched, Flags flags, Note note, u32 unread) {
     const Geometry& geometry = rank_.geometry();
@@ -125,8 +126,8 @@ class ChunkFlags {
     const u32 before = !known || first_look ? 0 : prefix_[source];
     const u32 chunks = ceil_div(rows, geometry.chunk_rows);
     const u32 first = before + P::lane() % share;
-    // Asked for together, in one round trip, and so without conditions: where there is no chunk, at
-    // another one's flag.
+    // Asked for together, in one round trip, and so without conditions: where there is no chunk, a
+    // lane looks at another chunk's flag.
     const auto flag = flags(source, rows);
     u32 epochs[kLooks];
     for (u32 i = 0; i < kLooks; ++i) {

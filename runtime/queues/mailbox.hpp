@@ -2,12 +2,12 @@
 // How a tile's descriptor reaches the scheduler: a mailbox for each of the two products, one reader
 // in order.
 //
-// Product0 has one writer, and a tile's slot has its number; those of Product1, which any processor
-// may post, are given out by ticket. The reader consumes slots in order and recognises a filled one
-// by its epoch. Slots are never reused within a call, so there is nothing to acknowledge. Other
-// tasks have no mailbox: processors and couriers find those of Route and Dispatch themselves, and
-// the returns subscribers hand those of Combine out; nor have tiles that processors wait for
-// (ring.hpp). May not know: what a task does.
+// Product0 has one writer, and a tile's slot has the tile's number; slots of Product1, which any
+// processor may post, are given out by ticket. The reader consumes slots in order and recognises a
+// filled one by its epoch. Slots are never reused within a call, so there is nothing to
+// acknowledge. Other tasks have no mailbox: processors and couriers find the parts of Route and
+// Dispatch themselves, and the returns subscribers hand out those of Combine; nor have tiles that
+// processors wait for (ring.hpp). Must not depend on: what a task does.
 #pragma once
 
 #include "runtime/memory/rank.hpp"
@@ -16,8 +16,8 @@
 
 namespace moeos {
 
-/// Posts a product that follows another one, from any processor, in the next slot that no other has
-/// taken. `task`: its tile's descriptor.
+/// Posts a product that follows another one, from any processor, in the next free slot. `task`: its
+/// tile's descriptor.
 template <Platform P>
 void post_next(const Rank<P>& rank, const Call& call, TaskKind kind, u32 task, u32 parts) {
   const MailboxView mailbox = rank.memory.mailbox(kind);

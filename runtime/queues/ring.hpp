@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ready ring: words that tell processors which part is whose.
+// The ready ring: words that tell processors which part each of their tickets stands for.
 //
-// A part has its own slot, and no slot is used twice in a call. Whoever of the OS block hands parts
-// out takes the next slots and writes its words there: the scheduler those of tiles, which it puts
-// in an order; the arrivals subscriber those of tiles that processors wait for; the returns
-// subscribers those of tokens that are complete, which so go before all that has not been handed
-// out. Slots of parts that processors find themselves (Route's; those of a rank alone) are left as
-// they are; those of parts that they make hold a number (counted_rows.hpp). May not know: what
-// a task computes.
+// A part has its own slot, and no slot is used twice in a call. The OS block's actors that hand
+// parts out take the next slots and write their words there: the scheduler for parts of tiles,
+// which it puts in an order; the arrivals subscriber for parts of tiles that processors wait for;
+// the returns subscribers for tokens that are complete, which so precede everything that has not
+// been handed out. Slots of parts that processors find themselves (Route's; those of a rank alone)
+// stay unwritten; they only take up numbers of the ring (counted_rows.hpp). Must not depend on:
+// what a task computes.
 #pragma once
 
 #include "runtime/memory/rank.hpp"
@@ -17,8 +17,8 @@
 
 namespace moeos {
 
-/// Takes the next slots of the ring, as many as parts are handed out; the first of them, or kNone
-/// when the ring has no more. One warp.
+/// Takes the next `parts` slots of the ring; returns the first, or kNone when the ring has no more.
+/// One warp.
 template <Platform P>
 u32 take_ring_slots(const Rank<P>& rank, const Call& call, Actor actor, u32 parts) {
   return by_one_lane<P>([&] {
@@ -27,7 +27,7 @@ u32 take_ring_slots(const Rank<P>& rank, const Call& call, Actor actor, u32 part
   });
 }
 
-/// Fills a slot, behind a fence of this lane (publish_fence, or the scheduler's relay_fence).
+/// Fills a slot, after a fence of this lane (publish_fence, or the scheduler's relay_fence).
 template <Platform P>
 void fill_ring_slot(const Rank<P>& rank, u32 slot, ReadyWord word) {
   // Publishes, with that fence, the part's descriptor and inputs, and all that this lane has

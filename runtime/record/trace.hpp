@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// What each actor of a rank did in the last call, and when: a bounded list of events an actor.
+// What each actor of a rank did in the last call, and when: a bounded list of events for each
+// actor.
 //
-// Only where Geometry::trace_events asks for it: a kernel that is compiled without holds nothing of
-// this. Times are of the device's clock, which all actors of a device share. May not know: what the
-// host makes of it.
+// Only where Geometry::trace_events asks for it: a kernel compiled without it contains no trace
+// code. Times are of the device's clock, which all actors of a device share. Must not depend on:
+// what the host makes of events.
 #pragma once
 
 #include "runtime/memory/rank.hpp"
@@ -12,9 +13,9 @@
 
 namespace moeos {
 
-/// The list of one actor: a processor, a courier, or one of the OS block's. Events are counted
-/// here: a look at memory for each would be felt in what the actor does next. So of each list there
-/// is one such object at a time.
+/// The list of one actor: a processor, a courier, or an actor of the OS block. Events are counted
+/// here: a look at memory for each would slow down what the actor does next. So each list has one
+/// such object at a time.
 template <Platform P>
 class Trace {
  public:
@@ -23,26 +24,26 @@ class Trace {
 
   static bool wanted(const Geometry& geometry) { return geometry.trace_events != 0; }
 
-  /// By one lane, before the call: forgets the last one.
+  /// By one lane, before the call: forgets the last call.
   void clear() const {
     if (wanted(rank_.geometry())) {
       rank_.memory.trace_counts[actor_] = 0;
     }
   }
-  /// By all lanes: goes on behind what this warp has noted by another object, which is gone.
+  /// By all lanes: continues after what this warp has noted by another object, which is gone.
   void resume() {
     if (wanted(rank_.geometry())) {
       count_ = rank_.memory.trace_counts[actor_];
     }
   }
-  /// By the first lane: an event, or, when the list is full, one more that is missing.
+  /// By the first lane: notes an event, or, when the list is full, that one more is missing.
   void note(const TraceEvent& event) {
     if (wanted(rank_.geometry())) {
       put(event, count_);
       rank_.memory.trace_counts[actor_] = ++count_;
     }
   }
-  /// By all lanes: an event of each lane that has one.
+  /// By all lanes: notes an event for each lane that has one.
   void note_each(const TraceEvent& event, bool there) {
     if (!wanted(rank_.geometry())) {
       return;
@@ -78,7 +79,7 @@ Trace<P> trace_of(const Rank<P>& rank, TraceKind kind) {
                   geometry.processors + geometry.couriers + static_cast<u32>(kind) - kTaskKinds);
 }
 
-/// The time, where somebody wants it.
+/// The time, if events are traced; else 0.
 template <Platform P>
 u64 trace_time(const Geometry& geometry) {
   return Trace<P>::wanted(geometry) ? P::now_ns() : 0;

@@ -1,25 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the event of a part says; records.def has its fields.
+// What a part's event says; records.def has its fields.
 //
-// May not know: who notes events, and when.
+// Must not depend on: the actors that note events, and when they do.
 #pragma once
 
 #include "runtime/memory/records.hpp"
 #include "runtime/memory/slices.hpp"
 #include "runtime/words/base.hpp"
 #include "runtime/words/courier_part.hpp"
+#include "runtime/words/dimensions.hpp"
 #include "runtime/words/task.hpp"
 
 namespace moeos {
 
-/// What an actor noted: a part, whose kind is a TaskKind, or a step of the OS block's that found
-/// something.
+/// What an actor noted: a part, whose kind is a TaskKind, or a step of an actor of the OS block
+/// that found something.
 enum class TraceKind : u32 {
   last_task = kTaskKinds - 1,
 #define KIND(name) name,
 #include "runtime/record/trace_kinds.def"
 };
-inline constexpr u32 kTraceKinds = kTaskKinds + Geometry::kTracedOsActors;
+inline constexpr u32 kTraceKinds = kTaskKinds + Dimensions::kTracedOsActors;
 static_assert(kTraceKinds == kTaskKinds
 #define KIND(name) +1
 #include "runtime/record/trace_kinds.def"
@@ -30,9 +31,8 @@ constexpr u32 since_begin(const TraceEvent& event, u64 moment_ns) {
   return moment_ns == 0 ? 0 : static_cast<u32>(moment_ns - event.begin_ns);
 }
 
-/// What the event of a processor's finished part says of its task; `done`: tokens that a Combine
-/// part has written.
-constexpr TraceEvent event_of(const Geometry& geometry, const Task& task, ReadyWord word,
+/// The event of a processor's finished part; `done`: tokens that a Combine part has written.
+constexpr TraceEvent event_of(const Dimensions& dimensions, const Task& task, ReadyWord word,
                               u32 done) {
   TraceEvent event{};
   event.kind = static_cast<u32>(task.kind);
@@ -46,25 +46,25 @@ constexpr TraceEvent event_of(const Geometry& geometry, const Task& task, ReadyW
   } else if (task.kind == TaskKind::route) {
     event.place = word.task();  // the slice
   } else if (task.kind == TaskKind::combine) {
-    event.part = task.rows == 0 ? task.first_ready : task.first_ready / geometry.max_tokens;
+    event.part = task.rows == 0 ? task.first_ready : task.first_ready / dimensions.max_tokens;
     event.place = task.rows == 0 ? kNone : task.first_ready;
     event.rows = done;
-    if (summands_of(geometry, task) != Summands::pairs) {
+    if (summands_of(dimensions, task) != Summands::pairs) {
       event.part = word.part();
     }
   }
   return event;
 }
 
-/// And a courier's of its part, of whose rows it has copied `carried`.
-constexpr TraceEvent event_of(const Geometry& geometry, const CourierPart& part, u32 carried,
+/// The event of a courier's part, of which the courier has copied `carried` rows.
+constexpr TraceEvent event_of(const Dimensions& dimensions, const CourierPart& part, u32 carried,
                               bool announced) {
   TraceEvent event{};
   event.kind = static_cast<u32>(part.kind);
-  event.part = part.first % geometry.chunk_rows / geometry.quarter_rows();
+  event.part = part.first % dimensions.chunk_rows / dimensions.quarter_rows();
   event.peer = part.peer;
   event.expert = kNone;
-  event.place = part.chunk(geometry);
+  event.place = part.chunk(dimensions);
   event.rows = announced ? 1 : 0;
   event.carried = carried;
   return event;

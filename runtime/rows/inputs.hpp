@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// What tells a processor that a part's inputs are here, where the part was handed out before they
-// were.
+// The words that say that a part's inputs are here, for a part that was handed out before its
+// inputs came.
 //
-// In a call that is planned up front (arrivals_subscriber.hpp) a part waits for nothing but what
-// other ranks send and what parts before it in the ready ring leave, and so a processor that has it
-// may wait: whoever runs those has them already, and waits for no later one. It looks at the words
-// that are written for this anyway: the flags of the chunks in which a tile's rows come, the
-// counter of its first product's parts, the credits of the chunks in which a token's rows have
-// left. May not know: how a part is computed.
+// In a call that is planned up front (arrivals_subscriber.hpp) a part waits only for what other
+// ranks send and for the results of earlier parts in the ready ring. So its processor may wait: the
+// processors that run the earlier parts have claimed them already, and none waits for a later part.
+// It looks at words that are written in any case: the flags of the chunks in which a tile's rows
+// come, the counter of the tile's GEMM0 parts, the credits of the chunks in which a token's rows
+// have left. Must not depend on: how a part is computed.
 #pragma once
 
 #include "runtime/memory/rank.hpp"
@@ -21,13 +21,13 @@
 
 namespace moeos {
 
-/// The words of one part, shared out among the lanes. Every function by one warp.
+/// The words of one part, shared out among the lanes. Every function is called by one warp.
 template <Platform P>
 class Inputs {
  public:
-  /// Of a descriptor that awaits. `map`: of a Combine, whose word was handed out behind the routing
-  /// map; then each pair's lane calls found(number in the part, pair, its row as row_of_result,
-  /// or kNone: it was not sent).
+  /// Takes a descriptor that awaits its inputs. `map`: needed for a Combine, whose word was handed
+  /// out after the routing map; then the lane of each assignment calls found(number in the part,
+  /// pair, row of its result as row_of_result has it, or kNone: it was not sent).
   template <class Found>
   Inputs(const Rank<P>& rank, const Call& call, const RoutingMap& map, const Task& task,
          Found found) {
@@ -44,8 +44,8 @@ class Inputs {
   }
 
   /// Looks once; true when everything is here. Then a fence of system scope (Processor::await)
-  /// pairs with what has written the words: send_chunk, and the put of a sender;
-  /// Processor::complete; return_rows.
+  /// pairs with the release of the words: send_chunk, and the put of a sender; Processor::complete;
+  /// return_rows.
   bool here() const {
     u32 seen[kOfALane];
     for (u32 i = 0; i < kOfALane; ++i) {
@@ -61,16 +61,16 @@ class Inputs {
  private:
   static constexpr u32 kOfALane = ceil_div(Geometry::kAwaitedMost, P::kLanes);
 
-  /// A tile's rows: the flags of the chunks in which they come. A lane has a segment, so that what
-  /// must be asked for of each takes one round trip for all.
+  /// Finds the flags of the chunks in which a tile's rows come. Each lane has a segment, so that
+  /// one round trip to memory serves all.
   void find_rows(const Rank<P>& rank, const Call& call, const Task& task) {
     const u32 chunk_rows = rank.geometry().chunk_rows;
     u32 words = 0;  // of the segments so far
     for (u32 first = 0; first < task.segment_count; first += P::kLanes) {
       const bool there = first + P::lane() < task.segment_count;
       const Segment segment = task.segments[there ? first + P::lane() : first];
-      // Of its own rows a rank leaves none out, whatever it receives; and who has planned by counts
-      // has not acquired how many it receives.
+      // A rank leaves out none of its own rows, whatever it receives; and a processor that has
+      // planned by counts has not acquired how many rows it receives.
       const u32 rows = task.awaits == kAwaitsByCounts || segment.source == rank.rank ||
                                MOEOS_PLANTED(landed_rows_are_not_copied)
                            ? 0
@@ -87,7 +87,7 @@ class Inputs {
         const u32 source = P::broadcast(static_cast<u32>(segment.source), owner);
         const u32 of_source = P::broadcast(chunk + chunks - ends, owner) + nth;
         const u32* flag = complete_chunk_flags(rank, source, P::broadcast(rows, owner))(of_source);
-        if (words == 0 || number < all) {  // a lane without a word looks at the first ones' last
+        if (words == 0 || number < all) {  // a lane without a word repeats the last first-round one
           word_[i] = flag;
           wanted_[i] = seal(call.epoch);
         }
@@ -97,17 +97,18 @@ class Inputs {
     MOEOS_CHECK(words > 0 && words <= Geometry::kAwaitedMost);
   }
 
-  /// Tokens' results: the credits of the chunks in which their rows have left.
+  /// Finds the credits of the chunks in which tokens' rows have left.
   template <class Found>
   void find_results(const Rank<P>& rank, const RoutingMap& map, const Task& task, Found found) {
     const Geometry& geometry = rank.geometry();
     const u32 pairs = task.rows * geometry.top_k;
     MOEOS_CHECK(pairs > 0 && pairs <= Geometry::kAwaitedMost);
     for (u32 i = 0; i < kOfALane; ++i) {
-      // Beyond them: the last one again.
+      // Lanes beyond the last assignment take that one again.
       const u32 number = minimum(i * P::kLanes + P::lane(), pairs - 1);
       const u32 pair = task.first_ready * geometry.top_k + number;
-      // Of a pair that was not sent, nothing: a word that stays as it is while the call lasts.
+      // An assignment that was not sent awaits nothing: it gets a word that stays as it is during
+      // the call.
       word_[i] = rank.memory.epoch;
       wanted_[i] = task.epoch;
       u32 row = kNone;
@@ -122,7 +123,7 @@ class Inputs {
     }
   }
 
-  // Word i of a lane is the part's i * P::kLanes + the lane's; without one, another's.
+  // Word i of a lane is the part's word i * P::kLanes + lane; a lane without one repeats another's.
   const u32* word_[kOfALane];
   u32 wanted_[kOfALane];  // as it lies in memory
 };

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the last Route part does: slots for every pair, counts to every peer, and the list of
-// Dispatch; and what stands in its place in a call without tokens, which has no Route.
+// What the last Route part does: assigns slots to all assignments (token-expert pairs), sends
+// counts to every peer, and lists Dispatch; and what replaces it in a call without tokens, which
+// has no Route.
 //
 // Run by the warps of one processor, or of the OS block. Every rank sends its counts to every peer,
-// zeros too: they are what lets a peer know that it has received everything (invariants 3 and 4).
-// May not know: how routing was computed.
+// zeros included: from them a peer knows that it has received everything (invariants 3 and 4). Must
+// not depend on: how routing was computed.
 #pragma once
 
 #include "runtime/health/faults.hpp"
@@ -18,33 +19,33 @@
 
 namespace moeos {
 
-/// Where the pairs of an expert in a block are counted.
+/// Where a block's assignments to an expert are counted.
 template <Platform P>
 u32* block_base(const Rank<P>& rank, u32 block, u32 expert) {
   return rank.memory.block_base + u64{block} * rank.geometry().experts + expert;
 }
 
-/// Bytes of a rank's counts for its peers, and of the words that say which call it makes and, if
-/// it sends rows, from where on their results lie.
+/// Bytes of a rank's counts for its peers, and of the words that say which call it makes and, if it
+/// sends rows, where their results begin.
 constexpr u64 count_bytes(const Geometry& geometry, bool sends_rows) {
   const u32 words = sends_rows && geometry.tells_bases() ? 2 : 1;
   return (geometry.local_experts() + words) * (geometry.world - 1) * sizeof(u64);
 }
 
-/// Turns the pairs per (block, expert) into pairs before the block, in place, tells every peer how
-/// many rows its experts get, and notes where these start. Returns how many pairs this lane has
-/// dropped.
+/// Turns the assignments per (block, expert) into those before the block, in place, sends every
+/// peer the number of rows that its experts get, and notes where these start. Returns how many
+/// assignments this lane has dropped.
 ///
-/// A lane for each place of an expert, whose blocks it goes through; those of neighbours lie side
-/// by side. Some blocks at once, so that loads are under way together. Counts leave first: peers
-/// wait for them.
+/// Each lane has one expert and goes through its blocks; neighbouring lanes have neighbouring
+/// experts. It loads several blocks at once, so that loads are under way together. Counts leave
+/// first: peers wait for them.
 template <Platform P, class Sync>
 u32 assign_slots(const Rank<P>& rank, const Call& call, Team team, Sync sync) {
   const Geometry& geometry = rank.geometry();
   const u32 blocks = route_blocks(geometry, call);
   MOEOS_CHECK(blocks > 0);
   const u32 experts = geometry.local_experts();
-  // Then all experts of a peer are in one warp, whose lanes can add up themselves.
+  // Then all experts of a peer are in one warp, whose lanes can add up their counts.
   const bool side_by_side = P::kLanes % experts == 0;
   constexpr u32 kAtOnce = 16;
   u32 dropped = 0;
@@ -111,8 +112,8 @@ u32 assign_slots(const Rank<P>& rank, const Call& call, Team team, Sync sync) {
   return dropped;
 }
 
-/// Gives each peer its part of this rank's results: as many rows as it gets, side by side. One
-/// warp, behind assign_slots.
+/// Gives each peer its range of this rank's results: as many rows as it gets, contiguous. One warp,
+/// after assign_slots.
 template <Platform P>
 void place_results(const Rank<P>& rank) {
   const Geometry& geometry = rank.geometry();
@@ -128,7 +129,7 @@ void place_results(const Rank<P>& rank) {
   }
 }
 
-/// Tells the peers of it. The same warp.
+/// Sends each peer the beginning of its range. By the warp of place_results.
 template <Platform P>
 void send_bases(const Rank<P>& rank, const Call& call) {
   for (u32 peer = P::lane(); peer < rank.geometry().world; peer += P::kLanes) {
@@ -136,17 +137,17 @@ void send_bases(const Rank<P>& rank, const Call& call) {
   }
 }
 
-/// Lists the parts of Dispatch for whoever acquires `routed`. Returns how many there are.
+/// Lists the parts of Dispatch for the couriers that acquire `routed`. Returns how many there are.
 ///
-/// Their order is in rows of groups of chunks, in each row one group for every peer that has one
-/// left, the next rank first and this one last: tiles have rows of all sources, so they are
+/// Chunks go in groups, and groups in rounds: each round has one group for every peer that has one
+/// left, the next rank first and this one last. Tiles have rows of all sources, so they are
 /// complete early if all peers' rows leave side by side. With this rank's own rows first,
 /// processors were idle for 60 % of the first 80 us of a call.
 template <Platform P>
 u32 list_dispatch(const Rank<P>& rank, const Call& call, Team team) {
   const Geometry& geometry = rank.geometry();
-  // Lane i keeps the rows for the i-th peer from the next rank on, unless there are more peers than
-  // lanes: a look at memory for each turn would take most of this function's time.
+  // Lane i keeps the number of rows for the i-th peer from the next rank on, unless there are more
+  // peers than lanes: a look at memory for each turn would take most of this function's time.
   const bool kept = geometry.world <= P::kLanes;
   const auto rows_from_memory = [&](u32 order) {
     return rank.memory.rows_sent((rank.rank + 1 + order) % geometry.world);
@@ -157,7 +158,7 @@ u32 list_dispatch(const Rank<P>& rank, const Call& call, Team team) {
     return kept ? rows : rows_from_memory(order);
   };
   u32 chunks = 0;
-  u32 turns = 0;  // rows of groups
+  u32 turns = 0;  // rounds
   const u32 group_rows = Geometry::kChunksPerTurn * geometry.chunk_rows;
   for (u32 order = 0; order < geometry.world; ++order) {
     const u32 rows = rows_of(order);
@@ -173,7 +174,7 @@ u32 list_dispatch(const Rank<P>& rank, const Call& call, Team team) {
     const u32 turn = first + team.index * P::kLanes + P::lane();
     const u32 row = turn / geometry.world;
     const u32 order = turn % geometry.world;
-    u32 part = 0;  // behind those of the turns before this one
+    u32 part = 0;  // index after the parts of the turns before this one
     for (u32 other = 0; other < geometry.world; ++other) {
       const u32 before = row + (other < order ? 1 : 0);
       part += geometry.dispatch_parts(in_quarters, minimum(rows_of(other), before * group_rows));
@@ -192,7 +193,7 @@ u32 list_dispatch(const Rank<P>& rank, const Call& call, Team team) {
 }
 
 /// Called by every warp of the processor that has run the last Route part; sync() is a barrier of
-/// these warps, and what one wrote before it the others may read behind it.
+/// these warps: what one wrote before it the others may read after it.
 template <Platform P, class Sync>
 void finish_routing(const Rank<P>& rank, const Call& call, Tally& tally, Team team, Sync sync) {
   const u32 dropped = assign_slots(rank, call, team, sync);
@@ -206,7 +207,8 @@ void finish_routing(const Rank<P>& rank, const Call& call, Tally& tally, Team te
                                                               : list_dispatch(rank, call, team);
   P::sync_lanes();
   sync();
-  // The last warp, which has sent the fewest counts, or none: its fence waits for what it has sent.
+  // The last warp, which has sent the fewest counts, or none: its fence waits for all that it has
+  // sent.
   if (is_last && P::lane() == 0) {
     // Publishes the routing map, the rows sent to each peer, where their results lie and the list
     // of Dispatch, if there is one, to the returns subscribers and the couriers (the team has
@@ -215,18 +217,18 @@ void finish_routing(const Rank<P>& rank, const Call& call, Tally& tally, Team te
     note<P>(tally.count_bytes_to_peers, count_bytes(geometry, true));
   }
   if (geometry.tells_bases() && is_last) {
-    send_bases(rank, call);  // behind `routed`, whose fence would wait for them
+    send_bases(rank, call);  // after `routed`, whose fence would wait for them
   }
   const u32 all_dropped = P::broadcast(P::inclusive_scan(dropped), P::kLanes - 1);
   if (P::lane() == 0) {
-    note<P>(tally.dropped_pairs, all_dropped);  // the warps add it up
+    note<P>(tally.dropped_pairs, all_dropped);  // the tally sums over the warps
   }
 }
 
-/// In place of Route, by a warp of the OS block: tells every peer that a call without tokens has no
-/// rows for it, and this rank's actors that there is nothing to dispatch. Peers wait for these
-/// counts, and no processor has to find its way to a part for them. False: a fault plan keeps the
-/// rank from it, for now.
+/// Replaces Route in a call without tokens; by a warp of the OS block. Sends every peer counts of
+/// zero, and lets this rank's actors know that there is nothing to dispatch. Peers wait for these
+/// counts, and no processor need claim a part to send them. False: a fault plan holds the rank
+/// back, for now.
 template <Platform P>
 bool route_nothing(const Rank<P>& rank, const Call& call) {
   const Geometry& geometry = rank.geometry();
@@ -248,7 +250,8 @@ bool route_nothing(const Rank<P>& rank, const Call& call) {
   }
   P::sync_lanes();
   if (P::lane() == 0) {
-    // Publishes the rows sent to each peer, none, as finish_routing does; no part of Dispatch.
+    // Publishes the rows sent to each peer, none, as finish_routing does; there is no part of
+    // Dispatch.
     P::template store_release<Scope::device>(&rank.memory.call(call.epoch).routed.value, 1U);
     rank.memory.os_tally().count_bytes_to_peers = count_bytes(geometry, false);
   }

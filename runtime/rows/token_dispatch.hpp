@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dispatch of a call of few tokens: each goes to all of its experts at once.
+// Dispatch of a call of few tokens: a token's rows go to all of its experts at once.
 //
-// Parts of many tokens are rows in the order of sending, so that tiles are complete early
-// (courier.hpp). Few tokens' rows leave together whatever the order, and what counts is how soon
-// they do. So a courier takes tokens, which it knows and may read before they are routed; then it
-// looks up where their pairs' rows go, in two round trips to memory, where the way from a row to
-// its pair takes twice as many, and the end of Route has nothing to list. May not know: how rows
-// are copied.
+// With many tokens, parts are rows in the order of sending, so that tiles are complete early
+// (courier.hpp). Few tokens' rows leave together in any order, and what counts is how soon they do.
+// So a courier takes tokens, which it knows and may read before they are routed; then it looks up
+// where their rows go in two round trips to memory, where the way from a row to its token takes
+// twice as many, and the end of Route has nothing to list. Must not depend on: how rows are copied.
 #pragma once
 
 #include "runtime/health/faults.hpp"
@@ -21,7 +20,7 @@
 
 namespace moeos {
 
-/// Where a pair's row goes, in a call dispatched by token; nowhere, if it has none.
+/// Where an assignment's row goes, in a call dispatched by token; nowhere, if it has none.
 struct TokenRow {
   bool goes = false;
   u32 peer = 0;
@@ -30,17 +29,17 @@ struct TokenRow {
   u32 rows_sent = 0;  // to that peer
 };
 
-/// What a lane has to say of the chunk that its row is in.
+/// What a lane reports of the chunk that its row is in.
 struct TokenChunk {
-  u32 rows;        // of the part; 0: another lane speaks for the chunk, or there is none
+  u32 rows;        // of the part; 0: another lane reports the chunk, or there is none
   bool announced;  // these were its last ones
 };
 
-/// The courier of such a call. Every function by one warp, a pair a lane.
+/// The courier of such a call. Every function is called by one warp, one assignment a lane.
 template <Platform P>
 class TokenDispatch {
  public:
-  /// `actor`: as Courier's.
+  /// `actor`: as for Courier.
   TokenDispatch(const Rank<P>& rank, const Call& call, u32 actor)
       : rank_(rank),
         call_(call),
@@ -49,7 +48,7 @@ class TokenDispatch {
         all_taken_(!rank.geometry().dispatches_tokens(call.tokens) ||
                    rank.geometry().reads_in_place(call.tokens)) {}
 
-  /// Takes the next part: its tokens, which may not be routed yet. False: there is none any more.
+  /// Takes the next part: its tokens, which may not be routed yet. False: there is none left.
   bool take(TokenRange& tokens) {
     if (all_taken_) {
       return false;
@@ -69,17 +68,18 @@ class TokenDispatch {
     if (!routed_) {
       routed_ = agreed<P>(P::template poll<Scope::device>(&state_.routed.value)) != 0;
       if (routed_) {
-        // Pairs with finish_routing: the routing map. Not at every look: a fence costs more.
+        // Pairs with finish_routing: the routing map. Not at every look: a fence costs more than
+        // the look.
         P::template acquire_fence<Scope::device>();
       }
     }
     return routed_;
   }
 
-  /// Before a part's rows are looked up. False: leave.
+  /// Called before a part's rows are looked up. False: leave.
   bool begin_part() const { return hold_back(rank_, call_, stage_of(TaskKind::dispatch)); }
 
-  /// Finds where this lane's pair goes, if it has one (`there`), and notes it.
+  /// Finds where the row of this lane's assignment goes, if it has one (`there`), and notes it.
   TokenRow look_up(const RoutingMap& map, u32 pair, bool there) const {
     if (!there || !map.sent(pair)) {
       return {};
@@ -90,14 +90,14 @@ class TokenDispatch {
             rank_.memory.rows_sent(place.peer)};
   }
 
-  /// Counts this lane's row, which is where it goes, in its chunk, and announces that if it is
-  /// whole.
+  /// Counts this lane's row, which has been written, in its chunk, and announces the chunk if it is
+  /// complete.
   TokenChunk count(const TokenRow& row) {
     const Geometry& geometry = rank_.geometry();
     const u32 number = row.peer * geometry.chunks() + row.chunk;
     const u32 alike = P::alike(row.goes ? number : kNone);
     TokenChunk chunk{row.goes && P::lanes_before(alike) == 0 ? P::count(alike) : 0, false};
-    P::sync_lanes();  // what the lanes have stored is there for whoever speaks for their chunk
+    P::sync_lanes();  // the lane that reports the chunk has what the others have stored
     if (chunk.rows > 0) {
       count_carried(rank_, call_, row.peer, chunk.rows);
       chunk.announced = completes_chunk(rank_, row.peer, row.rows_sent, row.chunk, chunk.rows);
@@ -119,7 +119,7 @@ class TokenDispatch {
     return chunk;
   }
 
-  /// Behind the last row of a part.
+  /// Called after the last row of a part.
   void end_part(u64 busy_ns) {
     if (P::lane() == 0) {
       count_dispatch(rank_, call_);
@@ -137,8 +137,8 @@ class TokenDispatch {
   bool routed_ = false;
 };
 
-/// The event of what tokens have brought to a chunk, the first of it for `pair`. A trace and a
-/// tally have it as a part: in others, too, all rows of a part are in one chunk.
+/// The trace event of the rows that tokens have brought to a chunk, the first of them for `pair`. A
+/// trace and a tally have it as a part: in other calls, too, all rows of a part are in one chunk.
 constexpr TraceEvent event_of_token_row(const TokenRow& row, const TokenChunk& chunk, u32 pair) {
   TraceEvent event{};
   event.kind = static_cast<u32>(TaskKind::dispatch);

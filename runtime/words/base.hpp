@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Words that every runtime header uses: fixed-width integers, alignment arithmetic, scopes, checks.
 //
-// May not know: threads, memory orders, the heap, what a task does. Includes nothing, because the
-// same text is compiled by NVRTC (which has no C++ standard library) and by the host compiler.
+// Must not depend on: threads, memory orders, the heap, what a task does. Includes nothing, because
+// the same text is compiled by NVRTC (which has no C++ standard library) and by the host compiler.
 #pragma once
 
 namespace moeos {
@@ -22,7 +22,8 @@ inline constexpr u32 kNone = 0xFFFFFFFFU;
 /// Bytes of one cache line on every machine we run on; a task descriptor is exactly one.
 inline constexpr u32 kCacheLine = 128;
 
-/// Who must agree on the order of a memory access. Each wider scope costs more on a GPU.
+/// The actors that must agree on the order of a memory access. Each wider scope costs more on a
+/// GPU.
 enum class Scope : u8 {
   block,   ///< actors of one block (shared memory on the GPU)
   device,  ///< actors of one rank
@@ -51,9 +52,9 @@ constexpr T align_up(T value, T multiple) {
 
 /// The smallest i in [0, n] with !before(i), for a predicate that is true, then false.
 ///
-/// Looks at seven places at once, because a look is often a load from memory and seven loads
-/// together take as long as one: three rounds for 512 places, where halving takes nine. Looks at
-/// some place even where there is none to look at: a condition around each load would make the
+/// Looks at seven indices at once, because a look is often a load from memory and seven loads
+/// together take as long as one: three rounds for 512 indices, where halving takes nine. Looks at
+/// some index even where there is none to look at: a condition around each load would make the
 /// compiler wait for one before it asks for the next.
 template <class Predicate>
 constexpr u32 partition_point(u32 n, Predicate before) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One call of the layer, as its actors are told of it, and the task that it starts with. May not
-// know: queues, memory.
+// One call of the layer, as its actors know it, and the task that it starts with. Must not depend
+// on: queues, memory.
 #pragma once
 
 #include "runtime/words/base.hpp"
@@ -11,15 +11,15 @@ namespace moeos {
 
 /// Fixed for one call; the epoch is read from device memory when the call starts.
 struct Call {
-  u32 epoch;       // from 1; 0: no call, in which nobody takes part
+  u32 epoch;       // from 1; 0: no call, in which no block takes part
   u32 tokens;      // S of this rank
   u32 pair_limit;  // rows we may send to one expert in this call: capacity(S), or max_tokens when
                    // dropless
   u32 may_be_unsent;  // 1: a token may send no row at all (capacity, or routing given by the
                       // caller)
-  u32 identity;  // what the host says of this call; equal on all ranks, or the call fails. 0 where
-                 // nobody has said
-  u32 inputs = 0;  // what it says of x and the routing; equal on all that hold slices (slices.hpp)
+  u32 identity;    // the host's digest of this call; equal on all ranks, or the call fails; 0: none
+  u32 inputs = 0;  // the host's digest of x and the routing; equal on all that hold slices
+                   // (slices.hpp)
   u32 leaves_partials = 0;  // 1: each slice's partial sums are its output, and the caller adds them
                             // up
 };
@@ -44,8 +44,8 @@ constexpr TokenRange tokens_of_block(const Geometry& geometry, const Call& call,
   return {minimum(call.tokens, block * tokens), minimum(call.tokens, (block + 1) * tokens)};
 }
 
-/// Parts of the call's Route, and which they are: those of a block one behind the other. In a word,
-/// which of the block's it is stands in place of the descriptor that Route does not have.
+/// Parts of the call's Route; parts of a block are consecutive. Route has no descriptor: its word
+/// has the part's index in its block instead.
 constexpr u32 route_parts(const Geometry& geometry, const Call& call) {
   return route_blocks(geometry, call) * geometry.route_parts_of_block(call.tokens);
 }
@@ -54,8 +54,8 @@ constexpr ReadyWord route_word(const Geometry& geometry, const Call& call, u32 n
   return ReadyWord(call.epoch, TaskKind::route, number % of_block, number / of_block);
 }
 
-/// Everyone knows that a call with tokens starts with Route, so its descriptor is never posted:
-/// processors make it themselves.
+/// A call with tokens always starts with Route, so its descriptor is never posted: processors make
+/// it themselves.
 constexpr Task route_task(const Geometry& geometry, const Call& call) {
   Task task{};
   task.kind = TaskKind::route;

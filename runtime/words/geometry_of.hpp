@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where code that serves every layer finds the sizes of its own: in an object; and in a kernel that
-// is compiled for one layer nowhere, because there they are constants.
+// The sizes of a layer for code that serves every layer: in an object; a kernel that is compiled
+// for one layer has them as constants instead.
 //
 // Every quotient by a number of experts, ranks or rows in the runtime is then a shift or a
 // multiplication, and loops over ranks unroll. A kernel defines MOEOS_FIXED_GEOMETRY as the file
-// that says what moeos::kGeometry is. May not know: who asks.
+// that defines moeos::kGeometry. Must not depend on: its callers.
 #pragma once
 
 #include "runtime/words/geometry.hpp"
@@ -19,7 +19,7 @@ namespace moeos {
 
 class GeometryOf {
  public:
-  /// Of kGeometry.
+  /// Takes kGeometry, whatever is passed.
   explicit constexpr GeometryOf(const Geometry&) {}
   static constexpr const Geometry& get() { return kGeometry; }
 };

@@ -2,13 +2,13 @@
 // Planted faults: named points of the source at which a build for tests does the wrong thing, so
 // that a test is known to notice it.
 //
-// May not know: what is wrong there.
+// Must not depend on: what is wrong there.
 #pragma once
 
-// MOEOS_PLANTED(name): whether the fault of that name is planted. The name says what is wrong then,
-// and has no quotes. Without MOEOS_PLANTS this is the word `false`, and the compiler sees no fault.
-// With it a program has all faults, and plants the one that MOEOS_PLANT in its environment names,
-// as it begins.
+// MOEOS_PLANTED(name): whether the fault `name` is planted. The name says what is then wrong, and
+// has no quotes. Without MOEOS_PLANTS this is the word `false`, and the compiler sees no fault.
+// With it a program has all faults, and plants the one that MOEOS_PLANT in its environment names at
+// its start.
 #ifndef MOEOS_PLANTS
 #define MOEOS_PLANTED(name) false
 #else

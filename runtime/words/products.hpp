@@ -7,23 +7,23 @@
 //   shared first   this rank's tokens    of all the shared the second product  tokens' rows between
 //   shared second  tokens' rows between  of all the shared shared results      this rank's results
 //
-// A new product is a line here, and a line of the kernels' table, which says what is multiplied
-// (kernels/sm90/block/products.cuh). What a part awaits follows from where its rows lie, and that
-// is a field of its descriptor (Task::from): the plan fills it in. So a plan that finds a product's
-// rows elsewhere says so there, as that of few tokens of a rank alone does (counted_rows.hpp). A
-// call of gradients has the first two lines. May not know: addresses, flags; what a product
-// computes.
+// The first product is GEMM0, the second GEMM1. A new product is a line here, and a line of the
+// kernels' table, which says what is multiplied (kernels/sm90/block/products.cuh). What a part
+// awaits follows from where its rows lie, and that is a field of its descriptor (Task::from), which
+// the plan fills in. So a plan that finds a product's rows elsewhere says so there, as the plan of
+// few tokens of a rank alone does (counted_rows.hpp). A gradient call has the first two lines. Must
+// not depend on: addresses, flags; what a product computes.
 #pragma once
 
 #include "runtime/words/base.hpp"
-#include "runtime/words/geometry.hpp"
+#include "runtime/words/dimensions.hpp"
 
 namespace moeos {
 
-/// What there is to do in a call. The scheduler has the order of the products' parts alone.
+/// What there is to do in a call. The scheduler orders only parts of products.
 ///
-/// A tile's descriptor stands for all of its products, and lies in memory as the first one's; the
-/// word that hands out a part says of which it is (become_second).
+/// A tile's descriptor stands for all of its products, and lies in memory as GEMM0's; the word that
+/// hands out a part says which product it belongs to (become_second).
 enum class TaskKind : u8 {
 #define KIND(name) name,
 #include "runtime/words/task_kinds.def"
@@ -35,20 +35,21 @@ inline constexpr u32 kTaskKinds = 0
 
 /// Where the rows lie that a part multiplies.
 enum class RowsIn : u32 {
-  cells,           ///< of the ranks that sent them, as the tile's segments say; those of this rank
-                   ///< may be where the caller left their tokens (Geometry::gathers_own_rows)
+  cells,           ///< in the cells of the ranks that sent them, as the tile's segments say; this
+                   ///< rank's own rows may be where the caller left their tokens
+                   ///< (Dimensions::gathers_own_rows)
   between,         ///< between the products, from Task::first_result on; or each at its pair's
-                   ///< place (Geometry::between_by_pairs)
-  tokens_between,  ///< the same of the shared experts' products
+                   ///< index (Dimensions::between_by_pairs)
+  tokens_between,  ///< between the shared experts' products
   tokens,          ///< where the caller left them, from token Task::first_result on
-  listed_tokens,   ///< there, too: the tokens that Task::tokens lists
+  listed_tokens,   ///< where the caller left them: the tokens that Task::tokens lists
 };
 
-/// What has to be seen before they may be read, of a part that awaits (inputs.hpp).
+/// What must be seen before a part that awaits its rows may read them (inputs.hpp).
 enum class Awaits : u32 {
   nothing,
-  chunks,   ///< the flags of the chunks in which they come
-  product,  ///< the counter of the parts of the product before, of the same tile
+  chunks,   ///< the flags of the rows' chunks
+  product,  ///< the counter of the parts of the tile's previous product
 };
 constexpr Awaits awaits_of(RowsIn rows) {
   return rows == RowsIn::cells                                       ? Awaits::chunks
@@ -59,8 +60,8 @@ constexpr Awaits awaits_of(RowsIn rows) {
 /// What follows when all parts of a tile are done (Processor::complete).
 enum class Then : u32 {
   next,            ///< the tile's next product
-  credits,         ///< owners are told that their results are there
-  shared_results,  ///< of the last tile, whoever combines is
+  credits,         ///< owners get credits for their results
+  shared_results,  ///< after the last tile, the processors that combine are notified
 };
 
 /// Where results go.
@@ -69,7 +70,7 @@ enum class Sink : u32 { between, owners, tokens_between, here };
 struct Product {
   TaskKind kind;
   bool shared;  // whose weights: the shared experts', or one expert's
-  RowsIn rows;  // where they lie if a plan says nothing else of a part
+  RowsIn rows;  // where they lie, unless a plan says otherwise for a part
   Then then;
   Sink sink;
 };
@@ -114,15 +115,16 @@ constexpr Product product_of(TaskKind kind, bool shared) {
 }
 
 /// Parts of a tile's product.
-constexpr u32 parts_of(const Geometry& geometry, const Product& product, bool narrow) {
+constexpr u32 parts_of(const Dimensions& dimensions, const Product& product, bool narrow) {
   if (product.kind == kSecondProduct.kind) {
-    return geometry.product1_parts_of(narrow);
+    return dimensions.product1_parts_of(narrow);
   }
-  return product.shared ? geometry.shared0_parts_of(narrow) : geometry.product0_parts_of(narrow);
+  return product.shared ? dimensions.shared0_parts_of(narrow)
+                        : dimensions.product0_parts_of(narrow);
 }
-/// The same of an expert's.
-constexpr u32 parts_of(const Geometry& geometry, TaskKind kind, bool narrow) {
-  return parts_of(geometry, product_of(kind, false), narrow);
+/// Parts of an expert's tile's product.
+constexpr u32 parts_of(const Dimensions& dimensions, TaskKind kind, bool narrow) {
+  return parts_of(dimensions, product_of(kind, false), narrow);
 }
 
 }  // namespace moeos

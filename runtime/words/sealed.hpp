@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Words of the protocol as they lie in memory: multiplied by an odd number, so that a damaged one
-// is not taken for another that could be there.
+// Words of the protocol as they lie in memory: multiplied by an odd number, so that a damaged word
+// is not mistaken for another valid one.
 //
-// A word that says a call's number and something else, or a plain count, has neighbours one bit
-// away that mean something: the call before, a row more. Multiplied they lie far apart, and a flip
-// of any bits opens to a number that nobody writes (a call that has not been made, by about 1 in
-// 2^32). Multiplication by an odd number loses nothing, leaves 0 as it is, and sums stay sums: a
-// credit is added to in sealed form. It costs one multiplication an access. May not know: what a
-// word means.
+// A word that has a call's number and something else, or a plain count, has neighbours one bit away
+// that are valid: the call before, a row more. Multiplied words lie far apart, and a flip of any
+// bits opens to a number that no actor writes (a call that has not been made; the odds of anything
+// else are about 1 in 2^32). Multiplication by an odd number loses nothing, leaves 0 as it is, and
+// keeps sums: a credit is added to in sealed form. It costs one multiplication an access. Must not
+// depend on: what a word means.
 #pragma once
 
 #include "runtime/words/base.hpp"
@@ -16,8 +16,8 @@ namespace moeos {
 
 inline constexpr u64 kSealFactor = 0x9E3779B97F4A7C15ULL;
 
-/// The number that undoes a multiplication by an odd one, modulo 2^64 (Newton's iteration: each
-/// round doubles the bits that are right, of which three are to begin with).
+/// The number that undoes a multiplication by an odd number, modulo 2^64 (Newton's iteration: each
+/// round doubles the correct bits, of which there are three at first).
 constexpr u64 inverse_of_odd(u64 odd) {
   u64 inverse = odd;
   for (u32 round = 0; round < 5; ++round) {

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
-from bench.gpu import suite
-from bench.gpu.one_rank import METHOD, limits
-from bench.gpu.results import Results, timing
-from bench.gpu.suite import Suite
+from bench import study, suites
+from bench.clocks import timing
+from bench.studies.gpu import METHOD, limits
 from tests.processes import ROOT
 
 SUITE = ROOT / "configs" / "suites" / "gpu.toml"
@@ -47,7 +48,7 @@ def run_of(ranks: int) -> dict[str, Any]:
     rates = RATES if ranks > 1 else RATES | {"N": None}
     return {
         "began": "2026-01-02T03:04:05+00:00",
-        "command": "python -m bench.gpu --out results.json",
+        "command": "python -m bench.studies.gpu --out results.json",
         "gpu": {"name": "NVIDIA H200"},
         "driver": "580.1",
         "versions": {"cuda": "13.0", "nccl": "2.28", "torch": "2.11", "moeos": "0.1.0"},
@@ -56,37 +57,45 @@ def run_of(ranks: int) -> dict[str, Any]:
     }
 
 
-def fill(results: Results, asked: Suite, ranks: int, microseconds: float = 100.0) -> None:
-    """Adds made-up measurements of all cases: moeos takes so long, the baseline thrice that."""
-    about = run_of(ranks)
-    results.begin_run(about)
+def measured(
+    path: Path, suite_file: Path, ranks: int = 4, microseconds: float = 100.0
+) -> dict[str, Any]:
+    """Complete results of a suite, and their file: moeos takes so long, the baseline thrice
+    that.
+    """
+    asked, about = suites.shapes(suite_file), run_of(ranks)
+
+    def times(factor: float) -> dict[str, Any]:
+        one = factor * microseconds * 1e-6
+        return timing([one, 0.9 * one, 1.2 * one])
+
+    found: dict[str, Any] = {
+        "benchmark": f"{asked.name}-{ranks}",
+        "commit": COMMIT,
+        "ranks": ranks,
+        "rounds": asked.rounds,
+        "warm_up_rounds": asked.warm_up_rounds,
+        "full_ranks": asked.full_ranks,
+        "method": METHOD,
+        "runs": [about],
+        "shapes": {},
+        "results": [],
+        "failures": [],
+    }
     for shape in asked.shapes:
         cfg = shape.config_on(ranks, asked.full_ranks)
-        for case in results.open_cases(shape):
-            rows = case.tokens * cfg.top_k
+        found["shapes"][shape.name] = json.loads(cfg.digest())
+        for call in shape.calls:
+            rows = call.tokens * cfg.top_k
             of_rank = {"rows": rows, "experts": min(rows, 2), "from_peers": 0, "to_peers": rows}
-            load = [of_rank] * ranks
-
-            def times(factor: float) -> dict[str, Any]:
-                one = factor * microseconds * 1e-6
-                return timing([one, 0.9 * one, 1.2 * one])
-
-            found = {
-                "max_tokens": cfg.max_tokens,
-                "relative_error": 0.005,
-                "near_ties": 0,
-                "l2_flushed": case.tokens <= 512,
-                "load": load,
-                "times": {"moeos": times(1), "baseline": times(3), "grouped": times(0.5)},
-                "limits": limits(cfg, case.tokens, load, about["rates"]),
-            }
-            results.add(shape, case, found)
-
-
-def measured(path: Path, suite_file: Path, ranks: int = 4, microseconds: float = 100.0) -> Results:
-    """Complete results of a suite, and their file."""
-    asked = suite.read(suite_file)
-    results = Results(path, asked, ranks, COMMIT, METHOD)
-    fill(results, asked, ranks, microseconds)
-    results.end()
-    return results
+            found["results"].append(
+                {
+                    "shape": shape.name,
+                    **dataclasses.asdict(call),
+                    "run": 0,
+                    "times": {"moeos": times(1), "baseline": times(3), "grouped": times(0.5)},
+                    "limits": limits(cfg, call.tokens, [of_rank] * ranks, about["rates"]),
+                }
+            )
+    path.write_text(study.text(found))
+    return found

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from bench.gpu import suite
+from bench import suites
 from moeos.cli.shared.settings import read_settings
 from moeos.config.config import MoEConfig
 from moeos.config.limits import MAX_EXPERTS
@@ -166,7 +166,7 @@ def test_a_changed_suite_is_read_or_refused_by_name(
     named = (shape.replace('"a"', f'"{place}"') for place, shape in enumerate(shapes))
     text = head + "".join(f"[[shapes]]\n{shape}" for shape in named)
     path.write_text(text, encoding="utf-8", errors="replace")
-    read_well("TOML suites", lambda: suite.read(path), [str(path), str(tmp_path), "/"])
+    read_well("TOML suites", lambda: suites.shapes(path), [str(path), str(tmp_path), "/"])
 
 
 @pytest.mark.parametrize(
@@ -185,10 +185,10 @@ def test_a_suites_mistake_is_named(tmp_path: Path, old: str, new: str, said: str
     text += "[[shapes]]\n" + "".join(f"{key} = {value}\n" for key, value in SHAPE.items())
     path = tmp_path / "suite.toml"
     path.write_text(text)
-    suite.read(path)
+    suites.shapes(path)
     path.write_text(text.replace(old, new))
     with pytest.raises((ValueError, TypeError), match=f"{re.escape(str(path))}: {said}"):
-        suite.read(path)
+        suites.shapes(path)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_what_would_cost_the_parser_too_much_is_refused(
 @pytest.mark.parametrize("kind", ["pipe", "device", "endless device", "folder", "loop", "memory"])
 def test_what_is_no_file_is_refused_at_once(tmp_path: Path, kind: str) -> None:
     path = make_no_file(tmp_path / "layer.toml", kind)
-    for read in (MoEConfig.from_toml, read_settings, suite.read):
+    for read in (MoEConfig.from_toml, read_settings, suites.shapes):
         assert not read_well("TOML no files", lambda read=read: read(path), [str(path)])  # type: ignore[misc]
 
 

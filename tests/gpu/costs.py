@@ -19,8 +19,8 @@ from unittest import mock
 
 import torch
 
-from bench.gpu.results import timing
-from bench.gpu.suite import read
+from bench.clocks import timing
+from bench.suites import shapes as read
 from moeos import MoEConfig, World
 from moeos.cli.shared import machine, provenance
 from moeos.compile import jit

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.studies.training.index_lists import Steps, by_sort
+from bench.studies.index_lists import Steps, by_sort
 from tests.gpu.cases import why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "runs")

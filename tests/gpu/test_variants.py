@@ -16,21 +16,19 @@ from tests.gpu.cases import why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "runs")
 
-SUITE = """
-rounds = 20
-full_ranks = 1
-few_tokens = 64
-tokens = [300]
-
-[[shapes]]
-name = "small"
-layer = { hidden = 256, intermediate = 128, experts = 8, top_k = 2, activation = "gelu_tanh" }
+SMALL = """
+hidden = 256
+intermediate = 128
+experts = 8
+top_k = 2
+activation = "gelu_tanh"
+max_tokens = 300
 """
 
 
 def test_a_tree_that_computes_otherwise_is_told_from_one_that_does_not(tmp_path: Path) -> None:
-    suite = tmp_path / "suite.toml"
-    suite.write_text(SUITE)
+    small = tmp_path / "small.toml"
+    small.write_text(SMALL)
     wrong = tmp_path / "wrong"
     for name in ("kernels", "runtime"):
         shutil.copytree(jit.include_root() / name, wrong / name)
@@ -48,14 +46,14 @@ def test_a_tree_that_computes_otherwise_is_told_from_one_that_does_not(tmp_path:
         f"b={same}",
         f"c={wrong}",
     ]
-    command += ["--out", str(out), "--suite", str(suite), "--tokens", "8,300", "--rounds", "4"]
+    command += ["--out", str(out), "--config", str(small), "--tokens", "8,300"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(out.read_text())
-    assert [case["tokens"] for case in found["results"]] == [8, 300]
-    for case in found["results"]:
-        assert case["difference"]["b"] == 0
-        assert case["difference"]["c"] > 1e-3
-        assert all(0 < times["median"] < 1 for times in case["times"].values())
-    assert "other outputs: c" in ended.stdout
+    results = found["layers"]["small"]["results"]
+    assert [case["tokens"] for case in results] == [8, 300]
+    for case in results:
+        assert case["distances"]["b"] == 0
+        assert case["distances"]["c"] > 1e-3
+        assert all(0 < times["median"] < 1 for times in case["seconds"].values())
     assert "0.144715F" in found["variants"]["c"]["diff"]

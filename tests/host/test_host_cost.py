@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an eager call on a GPU makes its host do, with an engine whose driver is a stand-in.
-
-`python -m bench.studies.host_cost` measures it in microseconds where there is a GPU.
-"""
+"""What an eager call on a GPU makes its host do, with an engine whose driver is a stand-in."""
 
 from __future__ import annotations
 
@@ -15,10 +12,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from bench.studies import host_cost
+import moeos
 from moeos import World
 from moeos.config.config import MoEConfig
 from moeos.engines import calls
+from moeos.engines.base import CallTensors
 from moeos.engines.cuda import driver as cuda_driver
 from moeos.engines.cuda.engine import CudaEngine
 from moeos.engines.cuda.records import HostFailure
@@ -33,7 +31,10 @@ from tests.host.engines.cuda import test_arguments as test_cuda_arguments
 from tests.layers import config
 
 STREAM = 7
-CFG = config(dtype=torch.bfloat16, hidden=256, intermediate=128, max_tokens=host_cost.TOKENS)
+TOKENS = 8
+LAYERS = 48
+"""Of a model whose layers share one `Experts`."""
+CFG = config(dtype=torch.bfloat16, hidden=256, intermediate=128, max_tokens=TOKENS)
 MOST_FUNCTIONS = 42
 """Of Python that a call may enter, in any of its ways."""
 
@@ -109,6 +110,52 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return addresses
 
 
+def ways(world: World, cfg: MoEConfig) -> dict[str, Callable[[int], object]]:
+    """The ways to make a call, given its number."""
+    layer = moeos.MoELayer(cfg, world)
+    experts = moeos.Experts(cfg, world)
+    device = layer.w1.device
+    x = torch.randn(TOKENS, cfg.hidden, dtype=cfg.dtype, device=device)
+    ids = torch.rand(TOKENS, cfg.experts, device=device).topk(cfg.top_k).indices
+    narrow = ids.int()
+    weights = torch.rand(TOKENS, cfg.top_k, device=device)
+    tokens = torch.tensor([TOKENS - 1], dtype=torch.int32, device=device)
+    w1, w2 = layer.w1, layer.w2
+    others = list(zip(_places(w1), _places(w2), strict=True))
+    out, batch = torch.empty_like(x), x.view(2, -1, cfg.hidden)
+    engine = experts.engine
+    packed = CallTensors(
+        x=x,
+        out=torch.empty_like(x),
+        gate=layer.gate.weight,
+        selection_bias=None,
+        topk_ids=None,
+        topk_weights=None,
+        w1=w1,
+        b1=None,
+        w2=w2,
+        b2=None,
+    )
+    return {
+        "layer": lambda n: layer(x),
+        "layer, ids of 64 bits": lambda n: layer(x, ids, weights),
+        "layer, ids of 32 bits": lambda n: layer(x, narrow, weights),
+        "layer, tokens": lambda n: layer(x, tokens=tokens),
+        "layer, out": lambda n: layer(x, out=out),
+        "layer, a batch of sequences": lambda n: layer(batch),
+        "experts": lambda n: experts(x, narrow, weights, w1, w2),
+        f"experts of {LAYERS} layers": lambda n: experts(x, narrow, weights, *others[n % LAYERS]),
+        "engine": lambda n: engine.forward(packed),
+    }
+
+
+def _places(weight: torch.Tensor) -> list[torch.Tensor]:
+    """Weights like this one of many layers, each at an address of its own. They overlap."""
+    row = weight.shape[-1]
+    room = torch.zeros(weight.numel() + LAYERS * row, dtype=weight.dtype, device=weight.device)
+    return [room[n * row :][: weight.numel()].view(weight.shape) for n in range(LAYERS)]
+
+
 def entered(call: Callable[[], object]) -> list[str]:
     """The functions of Python that a call enters, in order."""
     names: list[str] = []
@@ -129,11 +176,9 @@ def test_a_call_enters_few_functions_and_makes_nothing_that_the_one_before_has_m
     encoded: list[int],
 ) -> None:
     def rank_main(world: World) -> None:
-        for what, call in host_cost.ways(world, CFG).items():
-            if what == "linear":
-                continue
+        for what, call in ways(world, CFG).items():
             with torch.no_grad():
-                for number in range(host_cost.LAYERS):
+                for number in range(LAYERS):
                     call(number)
                 del encoded[:]
                 names = entered(lambda call=call: call(3))
@@ -149,7 +194,7 @@ def test_each_call_is_one_launch_and_each_piece_of_it_one(encoded: list[int]) ->
         assert made.experts is not None
         engine = made.experts.engine
         assert isinstance(engine, StandInEngine)
-        x = torch.zeros(host_cost.TOKENS, CFG.hidden, dtype=CFG.dtype)
+        x = torch.zeros(TOKENS, CFG.hidden, dtype=CFG.dtype)
         made(x)
         made(torch.cat([x, x]), pieces=3)
         made(x.view(2, 4, -1), out=torch.empty(2, 4, CFG.hidden, dtype=CFG.dtype))
@@ -168,7 +213,7 @@ def test_a_call_whose_workspace_is_closed_launches_nothing(encoded: list[int], g
         assert isinstance(engine, StandInEngine)
         engine._shared = CudaWorkspace(world, 0)
         engine._shared.close()
-        x = torch.zeros(host_cost.TOKENS, CFG.hidden, dtype=CFG.dtype)
+        x = torch.zeros(TOKENS, CFG.hidden, dtype=CFG.dtype)
         with pytest.raises(RuntimeError, match="the workspace of this layer is closed"):
             made(x, out=torch.empty_like(x) if given else None)
         assert engine.launches == []

@@ -259,6 +259,33 @@ def test_a_matrix_whose_memory_lies_the_other_way_is_read_in_place(made: Any) ->
     assert reference.relative_error(by(module, "moeos", *tokens), expected) <= LIMIT
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
+@pytest.mark.parametrize("made", [gpt_oss, aria, qwen3])
+def test_a_parameter_that_lies_the_other_way_has_its_gradient_in_main_grad(
+    made: Any, compiled: bool
+) -> None:
+    module = made().requires_grad_()
+    x, ids, weights = tokens_for(module)
+    with_biases = dict(module.named_parameters())
+    module.config._experts_implementation = "eager"
+    module(x, ids, weights).sum().backward()
+    expected = {name: one.grad for name, one in with_biases.items()}
+    for one in with_biases.values():
+        one.grad = None
+        one.data = one.data.mT.contiguous().mT if one.dim() == 3 else one.data
+        one.main_grad = torch.zeros_like(one)
+    module.config._experts_implementation = "moeos"
+    with torch.no_grad():
+        module(x, ids, weights)
+    torch._dynamo.reset()
+    run = torch.compile(module, backend="aot_eager") if compiled else module
+    run(x.clone().requires_grad_(), ids, weights).sum().backward()
+    for name, one in with_biases.items():
+        assert one.grad is None, name
+        assert one.main_grad.stride() == one.stride(), name
+        assert reference.relative_error(one.main_grad, expected[name].double()) <= LIMIT, name
+
+
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
 def test_copies_of_a_module_that_was_called_compute_the_same(how: str) -> None:
     module = gpt_oss()
@@ -322,6 +349,67 @@ def test_a_process_alone_cuts_a_long_batch() -> None:
     adapter.register()
     by(module, "moeos", *tokens)
     assert module._moeos_ready.experts.cfg.max_tokens == adapter.MAX_TOKENS
+
+
+@pytest.mark.parametrize("made", [gpt_oss, aria, qwen3])
+@pytest.mark.parametrize("count", [3, 12])
+def test_a_module_with_other_experts_after_a_call_computes_with_these(
+    made: Any, count: int
+) -> None:
+    """As a program leaves it that prunes experts, or adds some."""
+    module = made()
+    x, ids, weights = tokens_for(module)
+    by(module, "moeos", x, ids, weights)
+    places = torch.arange(count) % module.num_experts
+    for name, weight in module.named_parameters():
+        assert weight.shape[0] == module.num_experts, name
+        weight.data = weight.data[places].clone()
+    module.num_experts = count
+    ids = torch.rand(len(x), count, generator=torch.Generator().manual_seed(3)).topk(2).indices
+    expected = by(module, "eager", x, ids, weights[:, :2])
+    y = by(module, "moeos", x, ids, weights[:, :2])
+    assert reference.relative_error(y, expected) <= LIMIT
+
+
+def test_a_parameter_that_no_longer_fits_is_refused_by_the_modules_name_of_it() -> None:
+    module = qwen3()
+    tokens = tokens_for(module)
+    by(module, "moeos", *tokens)
+    module.gate_up_proj.data = torch.zeros(module.gate_up_proj.shape[0], 80, HIDDEN)
+    with pytest.raises(ValueError, match=r"Qwen3\w+: gate_up_proj has shape \[\d+, 80, \d+\]; it"):
+        by(module, "moeos", *tokens)
+
+
+@pytest.mark.parametrize(
+    ("where", "compiled"),
+    [("module", False), ("class", False), ("module", True)],  # no graph looks at a class again
+    ids=["module", "class", "compiled"],
+)
+def test_a_gate_that_is_replaced_after_a_call_is_the_next_calls(
+    where: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = gpt_oss()
+    tokens = tokens_for(module)
+    by(module, "moeos", *tokens)
+    torch._dynamo.reset()
+    if compiled:
+        module.forward = torch.compile(module.forward, backend="eager")
+    before = by(module, "moeos", *tokens)
+
+    def gate(self: Any, gate_up: Tensor) -> Tensor:
+        gates, ups = gate_up[..., ::2], gate_up[..., 1::2]
+        return nn.functional.silu(gates) * ups
+
+    if where == "module":
+        monkeypatch.setattr(module, "_apply_gate", types.MethodType(gate, module), raising=False)
+    else:
+        monkeypatch.setattr(type(module), "_apply_gate", gate)
+    y = by(module, "moeos", *tokens)
+    if compiled:
+        del module.forward
+    expected = by(module, "eager", *tokens)
+    assert reference.relative_error(before, expected) > LIMIT
+    assert reference.relative_error(y, expected) <= LIMIT
 
 
 def test_a_module_that_is_cast_after_a_call_computes_in_its_new_dtype() -> None:

@@ -27,7 +27,11 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 import moeos.integrations.transformers as adapter
 from moeos.config import reference
 from moeos.config.element_formats import quantize_matrix
-from moeos.integrations import transformers_quantized, transformers_weights
+from moeos.integrations import (
+    transformers_mxfp4,
+    transformers_quantized,
+    transformers_weights,
+)
 from tests.host.world.test_groups import in_processes
 from tests.integrations.test_transformers import PARALLEL, answer, experts_modules, prompt, tiny
 
@@ -315,6 +319,65 @@ def test_what_is_no_format_of_moeos_is_refused_by_name(
     module = made()
     with pytest.raises(error, match=f"transformers with moeos, FP8Experts: .*{said}"):
         called(module, *tokens_for(rows=2))
+
+
+@pytest.mark.parametrize("called_before", [False, True])
+@pytest.mark.parametrize("how", ["None", "deleted"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("gate_up_proj_scale_inv",),
+        ("down_proj_scale_inv",),
+        ("gate_up_proj_scale_inv", "down_proj_scale_inv"),
+    ],
+    ids=str,
+)
+def test_codes_without_scales_are_refused_by_the_modules_name_of_them(
+    names: tuple[str, ...], how: str, called_before: bool
+) -> None:
+    module, tokens = fp8_experts(), tokens_for(rows=5)
+    wanted = called(module, *tokens) if called_before else None
+    scales = {name: getattr(module, name) for name in names}
+    for name in names:
+        if how == "None":
+            setattr(module, name, None)
+        else:
+            delattr(module, name)
+    said = rf"FP8Experts: {names[0]} is None, which .*: load that of the checkpoint, or .*dequant"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=said):
+            called(module, *tokens)
+    for name, scale in scales.items():  # as the error says
+        setattr(module, name, scale)
+    if wanted is not None:
+        assert torch.equal(called(module, *tokens), wanted)
+
+
+def test_blocks_without_scales_are_refused_by_the_modules_name_of_them() -> None:
+    sizes = {"num_local_experts": EXPERTS, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE}
+    of_gpt_oss = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "hidden_act": "silu"}
+    config = types.SimpleNamespace(**sizes, **of_gpt_oss, _experts_implementation="moeos")
+    module = transformers_mxfp4.MoeosMxfp4Experts(config)
+    module.gate_up_proj_scales = module.down_proj_scales = None
+    with pytest.raises(ValueError, match=r"gate_up_proj_scales is None, which moeos does not do"):
+        called(module, *tokens_for(rows=5))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "said"),
+    [
+        ("gate_up_proj_scale_inv", (EXPERTS, 2, 1), r"shape \[8, 2, 1\]; it must be \[8, 2, 2\]"),
+        ("down_proj_scale_inv", (1, 2, 1), r"shape \[1, 2, 1\]; it must be \[8, 2, 1\]"),
+    ],
+)
+def test_scales_that_get_another_shape_after_a_call_are_refused_by_the_modules_name_of_them(
+    name: str, shape: tuple[int, ...], said: str
+) -> None:
+    module, tokens = fp8_experts(), tokens_for(rows=5)
+    called(module, *tokens)
+    getattr(module, name).data = torch.ones(shape)
+    with pytest.raises(ValueError, match=f"FP8Experts: {name} has {said}"):
+        called(module, *tokens)
 
 
 @pytest.mark.parametrize("names", [("gate_up_proj", "down_proj"), ("down_proj",)], ids=len)

@@ -23,7 +23,7 @@ import pytest
 from moeos import MoEConfig
 from moeos.compile import jit
 from moeos.compile.kernel_shape import KernelShape
-from moeos.partition.rates import H200_BLOCKS
+from moeos.partition.rates import H200
 from tests.host.cli import commands
 from tests.processes import ROOT
 
@@ -179,7 +179,7 @@ def test_a_kernel_that_saves_keeps_its_registers_in_every_layout(name: str, tmp_
     config = tmp_path / "layer.toml"
     config.write_text(OF_EXPERTS + IN_PLACE[name])
     cfg = MoEConfig.from_toml(config)
-    shape = KernelShape(cfg=cfg, world_size=1, processors=H200_BLOCKS - 1, saves=True)
+    shape = KernelShape(cfg=cfg, world_size=1, processors=H200.blocks - 1, saves=True)
     assert jit.compile_kernel(shape, tmp_path).report.keeps_registers
 
 

@@ -38,9 +38,14 @@ DERIVED = ("x", "topk_weights", *call_checks.WEIGHTS, *call_checks.ROUTER, *call
 none."""
 
 
+_SUMS = torch.float32
+"""Of gradients of parameters, before they are rounded."""
+
+
 class How(NamedTuple):
     """A call, but for the tensors that may have a gradient; see `CallTensors`. `with_main`: which
-    of its own have a `main_grad`, as `main_grads.found` has found.
+    of its own have a `main_grad`, as `main_grads.found` has found; `turned`: its matrices have rows
+    and columns exchanged, as of `moeos.Experts`.
     """
 
     engine: Engine
@@ -50,6 +55,7 @@ class How(NamedTuple):
     any_ids: bool
     pieces: int
     with_main: tuple[str, ...] = ()
+    turned: bool = False
 
 
 class Kept(NamedTuple):
@@ -187,9 +193,15 @@ def _recorded_as_operator(
 
 
 def _derived_as_operator(
-    how: How, kept: Kept, own: Sequence[Any], wanted: Sequence[bool], main: Mapping[str, Tensor]
+    how: How,
+    kept: Kept,
+    own: Sequence[Any],
+    wanted: Sequence[bool],
+    main: Mapping[str, Tensor],
+    unrounded: Collection[str],
 ) -> dict[int, Tensor]:
     """As `derive`, where modes of dispatch are to see it. Nothing is added to what is in `main`."""
+    in_fp32 = {*unrounded, *(name for name, one in main.items() if one.dtype == torch.float32)}
     given = kept.dtype_of_weights is not None  # then the gate has no part in it
     asked = [
         one and not (given and name in call_checks.ROUTER)
@@ -203,7 +215,7 @@ def _derived_as_operator(
         pairs=how.engine.slicing.routed_pairs(how.cfg),
         dtype_of_weights=kept.dtype_of_weights,
         pieces=how.pieces,
-        unrounded=[name in main and main[name].dtype == torch.float32 for name in DERIVED],
+        unrounded=[name in in_fp32 for name in DERIVED],
     )
     places = range(X, X + len(DERIVED))
     return {place: one for place, one, its in zip(places, derived, asked, strict=True) if its}
@@ -217,6 +229,8 @@ class _Call(torch.autograd.Function):
         # Autograd counts tensors alone.
         tensors = [n for n, one in enumerate((how, x, weights, *own)) if isinstance(one, Tensor)]
         ctx.edges = {name: tensors.index(PLACE[name]) for name in how.with_main}
+        if how.turned:
+            own = call_checks.turned(own)  # type: ignore[assignment]
         recorded = _recorded_as_operator if custom_op.modes_watch() else record
         out, recording = recorded(how, x, weights, own)
         ctx.how, ctx.tokens, ctx.of = how, recording.tokens, recording.of
@@ -237,18 +251,41 @@ class _Call(torch.autograd.Function):
         d_out = received(d_outs[0])
         kept = Kept(x, d_out, ids, used, ctx.tokens, saved, ctx.dtype_of_weights, ctx.of)
         derived = _derived_as_operator if custom_op.modes_watch() else derive
-        found: dict[int, Tensor | None] = {**derived(ctx.how, kept, own, wanted, main)}
-        for name, main_grad in main.items():
-            gradient = found.get(PLACE[name])  # the gate has none where the caller routes
-            if gradient is not None:
-                found[PLACE[name]] = main_grads.add(ctx.with_main[name], main_grad, gradient)
+        lying = {name: _turned(ctx.how, name, one) for name, one in main.items()}
+        in_place = {name: one for name, one in lying.items() if one.is_contiguous()}
+        unrounded = [n for n, one in lying.items() if n not in in_place and one.dtype == _SUMS]
+        found: dict[int, Tensor | None] = {
+            **derived(ctx.how, kept, own, wanted, in_place, unrounded)
+        }
+        for name, place in PLACE.items():
+            gradient = found.get(place)  # the gate has none where the caller routes
+            if gradient is None:
+                continue
+            if name not in main:
+                found[place] = _turned(ctx.how, name, gradient)
+            else:
+                if gradient is not lying[name]:
+                    lying[name].add_(gradient)
+                found[place] = main_grads.added(ctx.with_main[name], main[name])
         return tuple(found.get(place) for place in range(len(wanted)))
 
 
+def _turned(how: How, name: str, tensor: Tensor) -> Tensor:
+    """From what lies in memory to what the caller has, and back."""
+    return tensor.transpose(1, 2) if how.turned and name in call_checks.MATRICES else tensor
+
+
 def keep(ctx: Any, *tensors: Tensor | None) -> None:
-    """Saves a call's tensors for its backward, with what they are."""
+    """Saves a call's tensors for its backward, with what they are.
+
+    Each is saved as an alias, which keeps its memory when `.data` of the caller's tensor becomes
+    another tensor's, and has its version. What a compiler traces is left to the compiler.
+    """
     ctx.forms = [None if one is None else _form(one) for one in tensors]
-    ctx.save_for_backward(*tensors)
+    plain = call_checks.PLAIN
+    ctx.save_for_backward(
+        *(one if one is None or type(one) not in plain else one.detach() for one in tensors)
+    )
 
 
 def kept_by(ctx: Any) -> list[Any]:

@@ -27,7 +27,7 @@ from moeos.system.dynamo import hidden
 _NAMES = autograd.DERIVED
 """What `moeos::backward` returns gradients of."""
 custom_op.library.define(
-    f"record({custom_op.TENSORS}, {custom_op.HOW}, int slots, Tensor?[] main, "
+    f"record({custom_op.TENSORS}, {custom_op.HOW}, int slots, Tensor?[] main, bool turned=False, "
     "SymInt saved_rows=0, int saved_columns=0) -> "
     "(Tensor out, Tensor topk_ids, Tensor topk_weights, Tensor tokens, Tensor saved)"
 )
@@ -54,14 +54,15 @@ def call(
     any_ids: bool,
     pieces: int,
     main: Sequence[Tensor | None],
+    turned: bool,
 ) -> Tensor:
     """The output of a call of rows x, as an operator. `routing`: topk_ids, topk_weights and tokens;
     `slots` and `pairs`: of a token; `saved_rows`: of the engine's in this call, and `saved_columns`
     of each; `main`: of its own tensors what their gradients are added to in the backward, in place
-    of a gradient.
+    of a gradient, and which are `turned` where the caller's matrices are.
     """
     how = {"slots": slots, "pairs": pairs, "saved_rows": saved_rows, "any_ids": any_ids}
-    how |= {"saved_columns": saved_columns, "pieces": pieces}
+    how |= {"saved_columns": saved_columns, "pieces": pieces, "turned": turned}
     y: Tensor = record(order, key, x, *routing, *own, main=main, **how)[0]
     return y
 
@@ -82,6 +83,7 @@ class _Asked(NamedTuple):
     slots: int
     pairs: int
     main: Sequence[Tensor | None]
+    turned: bool = False
     saved_rows: int = 0
     saved_columns: int = 0
     any_ids: bool = False
@@ -96,11 +98,13 @@ class _Differentiable(torch.autograd.Function):
         ctx: Any, asked: _Asked, order: Tensor, key: Tensor, x: Tensor, *others: Any
     ) -> tuple[Tensor, ...]:
         with torch._C._AutoDispatchBelowAutograd():
-            out, *kept = record(order, key, x, *others, **asked._replace(main=[])._asdict())
+            out, *kept = record(
+                order, key, x, *others, **asked._replace(main=[], turned=False)._asdict()
+            )
         _, weights, _, *own = others
         ctx.mark_non_differentiable(*kept)
         ctx.set_materialize_grads(False)
-        ctx.pieces, ctx.pairs = asked.pieces, asked.pairs
+        ctx.pieces, ctx.pairs, ctx.turned = asked.pieces, asked.pairs, asked.turned
         # Calls of other graphs may add to it before this one's backward does: no version is looked
         # at. Not among the saved tensors, and marked so for AOTAutograd.
         ctx.main = dict(zip(call_checks.OWN, asked.main, strict=False))
@@ -144,9 +148,12 @@ class _Differentiable(torch.autograd.Function):
         if graph is not None:
             _last[graph] = before
         found: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
-        for place, one, its, gradient in zip(_PLACES, wanted, main, derived, strict=True):
+        for name, place, one, its, gradient in zip(
+            _NAMES, _PLACES, wanted, main, derived, strict=True
+        ):
             if one and its is not None:
-                its.add_(gradient)
+                turned = ctx.turned and name in call_checks.MATRICES
+                its.add_(gradient.transpose(1, 2) if turned else gradient)
             elif one:
                 found[place] = gradient
         return tuple(found)

@@ -24,6 +24,8 @@ from moeos.system import tensor_memory
 
 WEIGHTS = ("w1", "b1", "w2", "b2", "w3")
 """The tensors of a call that experts compute with, in the operator's order."""
+MATRICES = ("w1", "w2", "w3")
+"""Those of them that have a matrix for each expert."""
 ROUTER = ("gate.weight", "gate.selection_bias", "gate.bias", "gate.expert_scale")
 """Those that a router chooses with, in the operator's order behind the weights."""
 _BUFFERS = ("gate.selection_bias", "gate.expert_scale")
@@ -197,6 +199,16 @@ def expected_shared(cfg: MoEConfig) -> tuple[Expected | None, ...]:
         _matrices(cfg, field, w1, n, cfg.shared_w1_rows, cfg.hidden),
         _matrices(cfg, field, w2, n, cfg.hidden, cfg.shared_intermediate),
         Expected(gate, torch.Size((cfg.hidden,)), cfg.dtype) if cfg.shared_gate else None,
+    )
+
+
+def turned(own: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    """A call's own tensors with rows and columns of each expert's matrix exchanged, as views."""
+    return tuple(
+        one.transpose(1, 2)
+        if name in MATRICES and isinstance(one, torch.Tensor) and one.dim() == 3
+        else one
+        for name, one in zip(OWN, own, strict=True)
     )
 
 
@@ -426,18 +438,12 @@ def check_apart(
     where out has not all of its memory.
     """
     tensor_memory.require_memory("out", out)
-    first = out.data_ptr()
-    end = first + out.nbytes  # it is contiguous
-    for place, tensor in enumerate((x, *routing, *own)):
-        if (
-            tensor is not None
-            and tensor.data_ptr() < end
-            and first < tensor.data_ptr() + tensor_memory.extent(tensor)
-        ):
-            raise ValueError(
-                f"out shares memory with {_READ[place]}, which a call reads while it writes out: "
-                "pass another out, or leave it away"
-            )
+    name = tensor_memory.sharer(out, zip(_READ, (x, *routing, *own), strict=False))
+    if name is not None:
+        raise ValueError(
+            f"out shares memory with {name}, which a call reads while it writes out: pass another "
+            "out, or leave it away"
+        )
 
 
 def check_memory(
@@ -579,8 +585,15 @@ def check_weight(device: torch.device, expected: Expected, tensor: object, absen
             )
         raise ValueError(f"{name} is on {tensor.device}; it must be on {device}")
     if not tensor.is_contiguous():
+        turned = ""
+        if name in MATRICES and not part and tensor.transpose(1, 2).is_contiguous():
+            turned = (
+                ", or make moeos.Experts with the other MoEConfig(transposed=...), which read all "
+                "matrices where they lie in calls with turned=True"
+            )
         raise ValueError(
-            f"{name} has strides {tensor.stride()}; it must be contiguous: keep {name}.contiguous()"
+            f"{name} has strides {tensor.stride()}; it must be contiguous: keep "
+            f"{name}.contiguous(){turned}"
         )
     tensor_memory.require_no_laziness(name, tensor)
 
@@ -612,13 +625,19 @@ def wants_gradient(*tensors: torch.Tensor | None) -> bool:
 
 
 def check_backward(
-    what: str, cfg: MoEConfig, why: str | None, out: torch.Tensor | None, *tensors: object
+    what: str,
+    cfg: MoEConfig,
+    why: str | None,
+    out: torch.Tensor | None,
+    routing: Sequence[object],
+    own: Sequence[object],
 ) -> None:
     """Raises where a call of `what`, such as "MoELayer", has no backward. `why`: what its machine
-    says, or None; `tensors`: all of the call.
+    says, or None; `routing`: x, topk_ids, topk_weights and tokens.
     """
     remedy = "call it under torch.no_grad(), or detach x, topk_weights and the parameters"
-    odd = next((type(one) for one in tensors if not (type(one) in PLAIN or is_fake(one))), None)
+    named = [*zip(_READ, routing, strict=False), *zip(OWN, own, strict=True)]
+    odd = next((one for one in named if not (type(one[1]) in PLAIN or is_fake(one[1]))), None)
     if cfg.weight_format is not None:
         why = f" of layers with weight_format {cfg.weight_format!r}"
     elif cfg.activation_format is not None:
@@ -627,7 +646,12 @@ def check_backward(
         why = " of a call with out"
         remedy = "call it under torch.no_grad(), or leave out away and copy what is returned"
     elif why is None and odd is not None:
-        why = f" of a {odd.__name__}"
+        name, tensor = odd
+        why = f" of a {type(tensor).__name__}, which {name} is"
+        plain = f"{name}.as_subclass(torch.Tensor)"
+        if isinstance(tensor, torch.nn.Parameter):
+            plain = f"torch.nn.Parameter({name}.data.as_subclass(torch.Tensor))"
+        remedy = f"keep a plain {plain} in its place, or {remedy}"
     if why is not None:
         raise RuntimeError(
             f"{what} has no backward{why}, and a tensor requires a gradient: {remedy}"

@@ -7,7 +7,8 @@ nothing of calls or engines.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,13 +19,15 @@ from moeos.system import tensor_memory
 
 
 def found(
-    named: Mapping[str, Tensor | None], beside: Sequence[Tensor | None] = ()
+    named: Mapping[str, Tensor | None],
+    beside: Mapping[str, Tensor | None] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
     """The `main_grad` of those that have one and want a gradient, by their names.
 
-    Raises `TypeError` or `ValueError` for one that is not contiguous of its parameter's shape and
-    device, and of fp32 or the parameter's dtype. Breaks the graph of a compiler that could not add
-    to it; `beside`: what else may want a gradient.
+    Raises `TypeError` or `ValueError` for one that is not of its parameter's shape and device,
+    contiguous or with the parameter's strides, and of fp32 or the parameter's dtype, or
+    that shares memory with another tensor of the call or another `main_grad`. Breaks the graph of a
+    compiler that could not add to it; `beside`: what else is read and may want a gradient.
     """
     kept = {}
     for name, parameter in named.items():
@@ -40,11 +43,26 @@ def found(
                 check(f"main_grad of {name}", main_grad, parameter)
             kept[name] = main_grad
     if kept and is_compiling():
-        others = (*beside, *(one for name, one in named.items() if name not in kept))
+        others = (*beside.values(), *(one for name, one in named.items() if name not in kept))
         if not any(one is not None and one.requires_grad for one in others):
             # None of these gets a gradient from autograd, which would make no backward.
             _break(f"all that wants a gradient, such as {next(iter(kept))}, has a main_grad")
+    elif kept:
+        _check_apart(kept, {**named, **beside})
     return kept
+
+
+def _check_apart(kept: Mapping[str, Tensor], read: Mapping[str, Tensor | None]) -> None:
+    """Raises `ValueError` for a `main_grad` that is written over something else."""
+    others = [*read.items()]
+    for name, main_grad in kept.items():
+        shares = tensor_memory.sharer(main_grad, others)
+        if shares is not None:
+            raise ValueError(
+                f"main_grad of {name} shares memory with {shares}, so that a backward would write "
+                f"over it: keep torch.zeros_like({name}), or a part of a buffer that is no other's"
+            )
+        others.append((f"main_grad of {name}", main_grad))
 
 
 def _break(why: str) -> None:
@@ -66,18 +84,15 @@ def asked(accumulator: Any) -> bool:
         return False
 
 
-def add(parameter: Tensor, main_grad: Tensor, gradient: Tensor) -> Tensor | None:
-    """Adds a gradient to `main_grad`, unless it is that: then it has been added to. Returns what
-    autograd is to be given in its place.
+def added(parameter: Tensor, main_grad: Tensor) -> Tensor | None:
+    """Notes that a gradient was added to `main_grad`. Returns what autograd is to be given in its
+    place.
 
     Megatron-Core's hooks wait for some gradient, and add no gradient of a parameter whose
     `grad_added_to_main_grad` is true. So where it has that attribute, autograd gets a tensor of any
     numbers, or of zeros where `zero_out_wgrad` asks for them.
     """
-    if gradient is main_grad:
-        torch.autograd.graph.increment_version(main_grad)
-    else:
-        main_grad.add_(gradient)
+    torch.autograd.graph.increment_version(main_grad)
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None
     parameter.grad_added_to_main_grad = True
@@ -110,10 +125,10 @@ def check_form(what: str, main_grad: Tensor, parameter: Tensor) -> None:
             f"{what} is on {main_grad.device}; it must be on the parameter's device, "
             f"{parameter.device}"
         )
-    if not main_grad.is_contiguous():
+    if not main_grad.is_contiguous() and main_grad.stride() != parameter.stride():
         raise ValueError(
-            f"{what} has strides {main_grad.stride()}; it must be contiguous: keep "
-            "main_grad.contiguous()"
+            f"{what} has strides {main_grad.stride()}; it must be contiguous, or have the "
+            f"parameter's, {parameter.stride()}: keep main_grad.contiguous()"
         )
     if main_grad.requires_grad:
         raise ValueError(f"{what} requires a gradient: keep main_grad.detach()")

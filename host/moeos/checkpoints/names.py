@@ -109,7 +109,7 @@ def look_through(cfg: MoEConfig, names: Iterable[str], prefix: str, ignore: Sequ
     own = {name: end for name, end in first.items() if not end.startswith(ignored)}
     _require_allowed(cfg, layout, own, prefix)
     bias = biases[0] if biases else None
-    return Names(layout, _formats_of(look, first, prefix), bias, shared)
+    return Names(layout, _formats_of(look, below, prefix), bias, shared)
 
 
 def _require_known_experts(
@@ -207,7 +207,7 @@ _EXPERTS = {name for row in layouts.LAYOUTS for name in _parts_of(row)}
 """The names of all parts of an expert's matrices in any layout."""
 
 
-def _formats_of(look: _Look, first: Mapping[str, str], prefix: str) -> dict[str, Format]:
+def _formats_of(look: _Look, below: Mapping[str, Sequence[str]], prefix: str) -> dict[str, Format]:
     found: dict[str, list[str]] = {matrix: [] for matrix in look.layout.matrices}
     for matrix, part in look.parts.values():
         found[matrix].append(part)
@@ -215,9 +215,43 @@ def _formats_of(look: _Look, first: Mapping[str, str], prefix: str) -> dict[str,
     for matrix, parts in found.items():
         rows[matrix] = stored_matrices.BY_NAME["plain"]  # the loader says that it is missing
         if parts:
-            shown = prefix + first[stored_matrices.part_name(matrix, parts[0])]
-            rows[matrix] = stored_matrices.require_format(shown, parts, look.layout.formats)
+            allowed = look.layout.formats
+            if stored_matrices.of_parts(parts, allowed) is None:
+                _refuse_parts(matrix, parts, allowed, below, prefix)
+            rows[matrix] = stored_matrices.require_format(matrix, parts, allowed)
     return rows
+
+
+def _refuse_parts(
+    matrix: str,
+    parts: Sequence[str],
+    allowed: Sequence[str],
+    below: Mapping[str, Sequence[str]],
+    prefix: str,
+) -> None:
+    """Raises for parts of a matrix that are no format, by the name of an expert that has the part
+    that the fewest experts have.
+    """
+
+    def numbers(part: str) -> dict[str, str]:
+        """Names of a part, by their expert's number."""
+        ends = below[stored_matrices.part_name(matrix, part)]
+        return {match[0] if (match := _NUMBER.search(end)) else "": end for end in ends}
+
+    by_part = {part: numbers(part) for part in parts}
+    rarest = min(by_part.values(), key=len)
+    number = next(iter(rarest))
+    own = [part for part in parts if number in by_part[part]]
+    shown = prefix + by_part[own[0]][number]
+    stored_matrices.require_format(shown, own, allowed)
+    for other in [one for names in by_part.values() for one in names]:
+        theirs = [part for part in parts if other in by_part[part]]
+        if theirs != own:
+            raise ValueError(
+                f"{shown} has the parts {', '.join(sorted(own))}, and "
+                f"{prefix}{by_part[theirs[0]][other]} has {', '.join(sorted(theirs))}: the "
+                "matrices of all experts must have one format"
+            )
 
 
 def _require_allowed(cfg: MoEConfig, layout: Layout, first: Mapping[str, str], prefix: str) -> None:

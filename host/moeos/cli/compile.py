@@ -10,12 +10,12 @@ from typing import Annotated, cast, get_args
 
 import typer
 
-from moeos.cli.shared import failures, output
+from moeos.cli.shared import failures, machine, output
 from moeos.compile import jit, kernel_shape
 from moeos.compile.jit import CompileReport
 from moeos.compile.kernel_shape import KernelShape, Transport
 from moeos.config.config import MoEConfig
-from moeos.partition.rates import H200_BLOCKS
+from moeos.partition.slicing import WHOLE
 
 
 def compile_(
@@ -43,13 +43,15 @@ def execute(config: Path, arch: str, ranks: int, transport: str, json_file: Path
     output.check_writable(json_file)
     if ranks < 1:
         raise ValueError(f"--ranks is {ranks}; it must be at least 1")
+    _, rates = machine.rates()
     virtual_ranks = ranks if transport == "mapped" else 1
     shape = KernelShape(
         cfg=cfg,
         world_size=ranks,
-        processors=H200_BLOCKS // virtual_ranks - 1,
+        processors=rates.blocks // virtual_ranks - 1,
         virtual_ranks=virtual_ranks,
         transport=cast(Transport, transport),
+        slicing=WHOLE.by(rates),
         arch=arch,
     )
     kernel = jit.compile_kernel(shape)

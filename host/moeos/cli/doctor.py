@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +23,8 @@ from rich.table import Table
 from moeos.cli import extras, links, probes
 from moeos.cli.links import Link
 from moeos.cli.probes import Finding
-from moeos.cli.shared import failures, output
+from moeos.cli.shared import device_rates, failures, machine, output
+from moeos.partition import rates
 from moeos.system import launchers
 from moeos.world import bootstrap
 
@@ -34,23 +36,35 @@ def doctor(
     json_file: Annotated[
         Path | None, typer.Option("--json", help=output.JSON_HELP.format("all findings"))
     ] = None,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure",
+            help="Measures the GPUs here, and keeps the rates by which layers choose layouts.",
+        ),
+    ] = False,
 ) -> None:
     """Says what this machine can run. Exit code 0 if the twin works."""
-    failures.finish(lambda: execute(json_file), json_file)
+    failures.finish(lambda: execute(json_file, measure), json_file)
 
 
-def execute(json_file: Path | None) -> int:
+def execute(json_file: Path | None, measure: bool = False) -> int:
     """Runs the command; the exit code.
 
-    Raises `ValueError` for a file that cannot be written, and what `moeos.init` raises where a
+    Raises `ValueError` for a file that cannot be written, and for several ranks that are to
+    measure; `RuntimeError` where there is no GPU to measure; and what `moeos.init` raises where a
     launcher has started several ranks.
     """
     output.check_writable(json_file)
+    if measure:
+        _require_measurable()
     if launchers.detect(os.environ).size == 1:
         console = Console(highlight=False)
         if not console.is_terminal:
             console.width = max(console.width, _WIDTH)
-        return _examine(console, json_file, links.try_local_links, torch.cuda.is_available())
+        return _examine(
+            console, json_file, links.try_local_links, torch.cuda.is_available(), measure
+        )
     with bootstrap.init() as world:
         gpus = world.backend == "cuda"
         if world.rank == 0:
@@ -63,7 +77,11 @@ def execute(json_file: Path | None) -> int:
 
 
 def _examine(
-    console: Console, json_file: Path | None, try_links: Callable[[], list[Link]], gpus: bool
+    console: Console,
+    json_file: Path | None,
+    try_links: Callable[[], list[Link]],
+    gpus: bool,
+    measure: bool = False,
 ) -> int:
     gpu = [probe() for probe in probes.GPU]
     tried: list[Link] = []
@@ -80,6 +98,7 @@ def _examine(
         for link in tried:
             if link.problem:
                 console.print(f"{link.source} -> {link.destination}: {escape(link.problem)}")
+    measured = _measure(console, tried) if measure else {}
     console.print(_verdict(twin, gpu))
     if json_file is not None:
         document = {
@@ -87,9 +106,48 @@ def _examine(
             "gpu": [dataclasses.asdict(finding) for finding in gpu],
             "extras": [dataclasses.asdict(finding) for finding in optional],
             "links": [dataclasses.asdict(link) for link in tried],
+            "rates": measured,
         }
         output.write_json(json_file, document)
     return failures.DONE if twin[-1].works else failures.FAILURE
+
+
+def _require_measurable() -> None:
+    ranks = launchers.detect(os.environ).size
+    if ranks != 1:
+        raise ValueError(
+            f"--measure is given to {ranks} ranks, and one process measures all GPUs of its host: "
+            "run `moeos doctor --measure` without a launcher, on each host"
+        )
+    if not torch.cuda.is_available():
+        raise RuntimeError("--measure is given, and PyTorch sees no GPU: leave it out")
+    rates.measured_rates()  # raises before the long part if the file cannot be added to
+
+
+def _measure(console: Console, tried: Sequence[Link]) -> dict[str, dict[str, float]]:
+    """Measures one GPU of each name, and keeps what it finds by that name."""
+    names = machine.gpus()
+    found: dict[str, dict[str, float]] = {}
+    for index, name in enumerate(names):
+        if name in found:
+            continue
+        with torch.cuda.device(index):
+            entry = device_rates.measure()
+        speeds = [
+            link.gigabytes_per_second
+            for link in tried
+            if link.source != link.destination
+            and names[link.source] == name
+            and link.gigabytes_per_second is not None
+            and not link.problem
+        ]
+        if speeds:
+            entry["link_bytes"] = statistics.median(speeds) * 1e9
+        path = rates.keep(name, entry)
+        found[name] = entry
+        numbers = ", ".join(f"{key} {value:.4g}" for key, value in entry.items())
+        console.print(f"{escape(name)}: {numbers}; kept in {escape(str(path))}", soft_wrap=True)
+    return found
 
 
 def _try_links(try_links: Callable[[], list[Link]]) -> tuple[Finding, list[Link]]:

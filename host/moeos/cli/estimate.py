@@ -25,7 +25,7 @@ from moeos.config.config import MoEConfig, RowMap, Save
 from moeos.engines.saved_rows import saved_rows
 from moeos.engines.twin.engine import sizes_of
 from moeos.partition import policies
-from moeos.partition.rates import H200_GEMM_FLOPS, H200_LINK_BYTES, H200_MEMORY_BYTES, expert_rate
+from moeos.partition.rates import H200, DeviceRates
 from moeos.partition.slicing import WHOLE, Slicing
 
 
@@ -64,7 +64,7 @@ class Work:
         padding_rows: rows computed only because segments are padded to 8 rows.
         router_flops: 2 S E H.
         expert_flops: 2 (2I + I) H for each pair received, or 2 (I + I) H where there is no gate.
-        expert_rate: FLOP/s at which an H200 multiplies as the experts do, dense.
+        expert_rate: FLOP/s at which the GPU multiplies as the experts do, dense.
         shared_flops: likewise of each token and shared expert, and 2 H of a token for their gate.
         weight_bytes: weights of the experts that have rows, read once.
         dispatch_bytes: rows to other ranks, each as long as it is sent
@@ -107,18 +107,20 @@ class Work:
         """What it sends to the ranks of other nodes."""
         return sum(self.bytes_by_peer[node:])
 
-    def floors(self, node: int, network: float | None = None) -> dict[str, float]:
-        """Seconds that each limit of an H200 alone would need; no call can be faster than any.
+    def floors(
+        self, node: int, network: float | None = None, rates: DeviceRates = H200
+    ) -> dict[str, float]:
+        """Seconds that each limit of a GPU alone would need; no call can be faster than any.
 
         compute: FLOPs at the dense BF16 rate, the experts' at theirs. link: bytes to peers of a
         node of so many ranks. network: those to others, where a rank sends `network` bytes/s.
         memory: reading the weights.
         """
         seconds = {
-            "compute": (self.router_flops + self.shared_flops) / H200_GEMM_FLOPS
+            "compute": (self.router_flops + self.shared_flops) / rates.bf16_flops
             + self.expert_flops / self.expert_rate,
-            "link": self.bytes_over_links(node) / H200_LINK_BYTES,
-            "memory": self.weight_bytes / H200_MEMORY_BYTES,
+            "link": self.bytes_over_links(node) / rates.link_bytes,
+            "memory": self.weight_bytes / rates.memory_bytes,
         }
         if network is not None:
             seconds["network"] = self.bytes_over_network(node) / network
@@ -289,7 +291,7 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int, slicing: Slicing = WHOLE) -
         padding_rows=padding,
         router_flops=policies.router_flops(cfg, tokens),
         expert_flops=2 * received * (cfg.w1_rows + cfg.intermediate) * cfg.hidden,
-        expert_rate=expert_rate(cfg),
+        expert_rate=slicing.policy.rates.expert_flops(cfg),
         shared_flops=policies.shared_flops(cfg, tokens),
         weight_bytes=busy_experts * _expert_bytes(cfg) + (tokens > 0) * _shared_bytes(cfg),
         dispatch_bytes=sum(dispatch_bytes),

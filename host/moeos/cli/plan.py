@@ -25,7 +25,7 @@ from moeos.compile import kernel_shape
 from moeos.config.config import MoEConfig, RowMap
 from moeos.partition import policies
 from moeos.partition.policies import Layout
-from moeos.partition.rates import H200_BLOCKS, H200_GEMM_FLOPS, H200_LINK_BYTES, H200_MEMORY_BYTES
+from moeos.partition.rates import DeviceRates
 from moeos.partition.slicing import Slicing
 from moeos.world.world import Backend
 
@@ -144,7 +144,8 @@ def execute(options: PlanOptions) -> int:
             )
         if not 0 < options.network < math.inf:
             raise ValueError(f"--network is {options.network:g}; it must be GB/s, above 0")
-    slicing = options.slices.slicing(ranks)
+    device, rates = machine.rates()
+    slicing = options.slices.slicing(ranks).by(rates)
     if slicing.sums and options.node < ranks:
         raise ValueError(
             f"--ranks-per-node is {options.node}, and --parallel {slicing.parallel} has no peers "
@@ -156,7 +157,7 @@ def execute(options: PlanOptions) -> int:
     work = estimate.work_of(cfg, ranks, tokens, slicing)
     saved = estimate.saved_bytes(cfg, ranks, tokens, slicing)
     backend, why = _backend_of(slicing.cut(cfg))
-    processors = H200_BLOCKS - 1 if backend == "cuda" else 1
+    processors = rates.blocks - 1 if backend == "cuda" else 1
     policy = _policy_of(cfg, ranks, tokens, slicing, backend, processors)
     needed = memory.rank_memory(
         cfg,
@@ -191,7 +192,8 @@ def execute(options: PlanOptions) -> int:
             **policy,
             "saved_bytes": saved,
             "network_bytes": work.bytes_over_network(options.node),
-            "floor_seconds": work.floors(options.node, options.network_rate),
+            "floor_seconds": work.floors(options.node, options.network_rate, rates),
+            "rates": {"here": device, "of": rates.device},
         }
         output.write_json(options.json_file, document)
     gpu, size = _judged(places)
@@ -201,7 +203,8 @@ def execute(options: PlanOptions) -> int:
     _print_memory(needed, backend, options, places)
     _print_work(work, options.node, saved, slicing)
     _print_policy(policy, slicing.policy.layout)
-    _print_floors(work, options)
+    _print_floors(work, options, rates)
+    _print_rates(device, rates)
     if cfg.dtype == torch.float32:
         print("the layer is float32: its GEMMs are slower than the BF16 rate above")
     return failures.DONE if fits else failures.DOES_NOT_FIT
@@ -357,7 +360,7 @@ def _policy_of(
     """
     if slicing.apart:
         return {}
-    cut, holders = slicing.cut(cfg), slicing.holders(ranks)
+    cut, holders, rates = slicing.cut(cfg), slicing.holders(ranks), slicing.policy.rates
 
     def sizes_of(layout: Layout) -> _runtime.Sizes:
         policy = dataclasses.replace(slicing.policy, layout=layout)
@@ -366,13 +369,13 @@ def _policy_of(
 
     sizes, gathered = sizes_of(slicing.policy.layout), sizes_of("gathered")
     slicing.policy.require_fits(sizes)
-    costs = {"expert_major_persistent": policies.copies(cut, tokens, holders)}
+    costs = {"expert_major_persistent": policies.copies(rates, cut, tokens, holders)}
     if gathered.reads_in_place(tokens):
-        costs["gathered"] = policies.boxes(cut, tokens)
+        costs["gathered"] = policies.boxes(rates, cut, tokens)
     elif gathered.gathers_own_rows:
-        costs["gathered"] = policies.gathered_rows(cut, tokens, holders)
+        costs["gathered"] = policies.gathered_rows(rates, cut, tokens, holders)
     if sizes_of("token_major").between_by_pairs:
-        costs["token_major"] = policies.token_major(cut, tokens)
+        costs["token_major"] = policies.token_major(rates, cut, tokens)
     layout: Layout = "expert_major_persistent"
     if sizes.between_by_pairs:
         layout = "token_major"
@@ -386,8 +389,8 @@ def _policy_of(
         left = slicing.leaves_partials(cut, tokens, counted=False)
         found["reduce"] = "after" if left else "fused"
         found["seconds_by_reduce"] = {
-            "fused": policies.fused(cut, tokens, slicing.slices),
-            "after": policies.after(cut, tokens, slicing.slices),
+            "fused": policies.fused(rates, cut, tokens, slicing.slices),
+            "after": policies.after(rates, cut, tokens, slicing.slices),
         }
     return found
 
@@ -406,33 +409,42 @@ def _print_policy(found: Mapping[str, Any], chosen: Layout) -> None:
         )
 
 
-def _products(work: Work) -> tuple[str, str]:
-    """At what rate an H200 computes a call's products, and of what that is."""
-    plain, experts = f"{H200_GEMM_FLOPS / 1e12:.0f}", f"{work.expert_rate / 1e12:.0f}"
+def _products(work: Work, rates: DeviceRates) -> tuple[str, str]:
+    """At what rate a GPU computes a call's products, and of what that is."""
+    plain, experts = f"{rates.bf16_flops / 1e12:.0f}", f"{work.expert_rate / 1e12:.0f}"
     if plain == experts:
         return f"{plain} TFLOP/s", "dense BF16 GEMM"
     return f"{experts}, {plain} TFLOP/s", "dense FP8, BF16 GEMM"
 
 
-def _print_floors(work: Work, options: PlanOptions) -> None:
+def _print_floors(work: Work, options: PlanOptions, rates: DeviceRates) -> None:
     far = work.bytes_over_network(options.node) > 0
     network = options.network
-    rates = {
-        "compute": ("FLOPs", *_products(work)),
+    limits = {
+        "compute": ("FLOPs", *_products(work, rates)),
         "link": (
             "bytes within a node" if far else "bytes to peers",
-            f"{H200_LINK_BYTES / 1e9:.0f} GB/s",
+            f"{rates.link_bytes / 1e9:.0f} GB/s",
             "NVLink, out",
         ),
-        "memory": ("weights", f"{H200_MEMORY_BYTES / 1e12:.1f} TB/s", "memory, read"),
+        "memory": ("weights", f"{rates.memory_bytes / 1e12:.1f} TB/s", "memory, read"),
     }
     if network is not None:
-        rates["network"] = ("over the network", f"{network:g} GB/s", "--network, out")
+        limits["network"] = ("over the network", f"{network:g} GB/s", "--network, out")
     made = output.table("time", "at", "of")
-    for limit, seconds in work.floors(options.node, options.network_rate).items():
-        label, rate, what = rates[limit]
+    for limit, seconds in work.floors(options.node, options.network_rate, rates).items():
+        label, rate, what = limits[limit]
         made.add_row(label, output.duration(seconds), rate, what)
     if far and network is None:
         made.add_row("over the network", "", "not known", "--network GB/s")
-    print("\nno call can be faster than each of these, with an H200 a rank:", flush=True)
+    print(f"\nno call can be faster than each of these, with an {rates.device} a rank:", flush=True)
     output.tables(3).print(made)
+
+
+def _print_rates(device: str | None, rates: DeviceRates) -> None:
+    """Whose numbers the costs and limits are made of, where they are another GPU's."""
+    if device not in (None, rates.device):
+        print(
+            f"the GPU here is an {device}, of which no rates are known: those of an {rates.device} "
+            "stand for them. `moeos doctor --measure` measures them"
+        )

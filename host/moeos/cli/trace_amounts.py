@@ -20,7 +20,7 @@ from moeos.config.activations import FORMULAS
 from moeos.config.config import MoEConfig
 from moeos.config.limits import DTYPES
 from moeos.config.sizes import returned_bytes, sent_bytes
-from moeos.partition.rates import H200_GEMM_FLOPS, H200_LINK_BYTES, H200_MEMORY_BYTES, expert_rate
+from moeos.partition.rates import H200
 from moeos.partition.slicing import WHOLE, Slicing, slicing_of
 
 CACHE_BYTES = 40_000_000
@@ -84,25 +84,25 @@ def work_of(
             2 * count * elements * cfg.hidden
             for count, elements in ((rows, of_row), (tokens, of_token))
         )
-        seconds = experts / expert_rate(cfg) + others / H200_GEMM_FLOPS
+        seconds = experts / H200.expert_flops(cfg) + others / H200.bf16_flops
         total = experts + others
-        return total, "FLOP", total / seconds if total > 0 else H200_GEMM_FLOPS
+        return total, "FLOP", total / seconds if total > 0 else H200.bf16_flops
 
     found = {
-        "route": (2 * tokens * cfg.experts * cfg.hidden * by_gate, "FLOP", H200_GEMM_FLOPS),
+        "route": (2 * tokens * cfg.experts * cfg.hidden * by_gate, "FLOP", H200.bf16_flops),
         "product0": products(cfg.w1_rows, first),
         "product1": products(cfg.intermediate, n * cfg.shared_intermediate),
         "combine": (
             rows * returned_bytes(cfg)
             + (tokens * shared + _sums_read(about, len(call.ranks))) * row_bytes,
             "B",
-            H200_MEMORY_BYTES,
+            H200.memory_bytes,
         ),
     }
     if call.planned_up_front:
         for kind in COURIERS:
             copied = int(call.parts["carried"][call.parts["kind"] == kind].sum())
-            found[kind_name(kind)] = (copied * sent_bytes(cfg), "B", H200_MEMORY_BYTES)
+            found[kind_name(kind)] = (copied * sent_bytes(cfg), "B", H200.memory_bytes)
     return {
         stage.kind: _amount(*found[stage.kind], stage, len(call.ranks))
         for stage in stages
@@ -142,7 +142,7 @@ def to_peers_of(
         stage.kind: _amount(
             rows[stage.kind] * row_bytes[stage.kind],
             "B",
-            H200_LINK_BYTES,
+            H200.link_bytes,
             stage,
             len(call.ranks),
         )

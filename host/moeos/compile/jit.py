@@ -108,7 +108,7 @@ def compile_kernel(shape: KernelShape, cache: Path | None = None) -> Kernel:
     Ranks that ask at the same time compile it once; see `kernel_cache.get_or_make`.
 
     Args:
-        cache: folder; None for `kernel_cache.default_folder()`.
+        cache: folder; None for `moeos.system.files.cache_folder()`.
 
     Raises:
         ValueError: a bound does not fit, see `KernelShape.sizes`, or a state shared memory.

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import filelock
 
+from moeos.system import files
+
 MAX_ENTRIES = 256
 """Entries that are kept; beyond it the ones not used for longest go."""
 MAX_ENTRY_BYTES = 1 << 26
@@ -30,20 +32,6 @@ LOCK_SECONDS = 600.0
 _MAGIC = b"moeos kernel 2\n"
 _SUFFIX = ".kernel"
 _UNFINISHED = ".tmp"
-
-
-def default_folder() -> Path:
-    """`$XDG_CACHE_HOME/moeos`, or `~/.cache/moeos` where that is not an absolute path.
-
-    Raises `FileNotFoundError` if it is not, for a user without a home directory.
-    """
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(base):
-        return Path(base) / "moeos"
-    try:
-        return Path.home() / ".cache" / "moeos"
-    except RuntimeError as error:  # HOME is not set, and there is no entry for the user
-        raise FileNotFoundError("this user has no home directory; set XDG_CACHE_HOME") from error
 
 
 def get_or_make(
@@ -59,11 +47,11 @@ def get_or_make(
     Args:
         key: hexadecimal digits.
         make: its bytes, at most `MAX_ENTRY_BYTES`; what it raises is raised here.
-        folder: None for `default_folder()`.
+        folder: None for `moeos.system.files.cache_folder()`.
     """
     with contextlib.ExitStack() as held:
         try:
-            folder = default_folder() if folder is None else folder
+            folder = files.cache_folder() if folder is None else folder
             _prepare(folder)
             found = _load(folder, key)
             if found is not None:

@@ -26,6 +26,7 @@ from moeos.config.sizes import (
     sent_bytes,
     shared_cut,
 )
+from moeos.partition.rates import H200
 from moeos.partition.slicing import WHOLE, Slicing
 
 ARCHITECTURES = ("sm_90a",)
@@ -70,7 +71,7 @@ microseconds more to copy it to its other rows, which fewer rows do not win back
 DEDUP_TOKENS = _FEW_TOKENS + 1
 """And only of a layer for so many tokens: in one for few, a look at what might have landed is felt
 in every call."""
-HOPPER_BLOCKS = 132
+HOPPER_BLOCKS = H200.blocks
 """Of an H100 or H200, one an SM."""
 
 

@@ -273,13 +273,13 @@ class _Whole(torch.autograd.Function):
 
 
 class _Ready:
-    """What computes a module's calls, and what it was made for: a key, the module's activation,
-    told by identity, its numbers and a process. A pickle has none of it."""
+    """What computes a module's calls, and what it was made for: a key, the functions of the
+    module's activation, told by identity, its numbers and a process. A pickle has none of it."""
 
     def __init__(self, module: Any, key: tuple[Any, ...], experts: Experts) -> None:
         self.key = key
         self.home = Home()
-        self.act_fn = getattr(module, "act_fn", None)
+        self.act_fn, self.gate = getattr(module, "act_fn", None), _gate_of(module)
         self.numbers = _numbers_of(module)
         self.experts = experts
 
@@ -309,7 +309,8 @@ def _call(
         works = "contiguous ones do: assign a contiguous copy to each parameter's data"
         raise shared.refusal(_where(module), "strides of the experts' matrices", strides, works)
     dtype = x.dtype if transformers_quantized.is_coded(own.w1) else own.w1.dtype
-    key = (_options, ids.shape[-1], dtype, parallel, own.w1.dtype, own.w1.device, layout)
+    forms = tuple(None if one is None else (one.shape, one.stride(), one.dtype) for one in own)
+    key = (_options, ids.shape[-1], dtype, parallel, layout, own.w1.device, forms)
     if not _is_ready(module, key):
         if torch.compiler.is_exporting():
             raise shared.refusal(
@@ -325,17 +326,11 @@ def _call(
         _require_room(module, rows)
     pieces = max(1, -(-rows // most))
     with _device_of(x):
-        y = experts(x, ids, weights, *_taken(module, own, layout, experts.cfg), pieces=pieces)
+        if experts.cfg.weight_format is not None:
+            own = transformers_quantized.coded(own, experts.cfg.weight_format)
+        turned = layout.transposed != module.is_transposed
+        y = experts(x, ids, weights, *own, pieces=pieces, turned=turned)
     return y.to(x.dtype)
-
-
-def _taken(
-    module: Any, own: transformers_weights.Weights, layout: transformers_weights.Layout, cfg: Any
-) -> transformers_weights.Weights:
-    """A module's tensors as `moeos.Experts` takes them: views, and scales."""
-    if cfg.weight_format is None:
-        return transformers_weights.as_they_lie(module, own, layout)
-    return transformers_quantized.coded(own, cfg.weight_format)
 
 
 def _device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -356,7 +351,7 @@ def _make_ready_in_a_call_before_torch_compile(
         if ready is not None and group is not None:  # whose connections a fork has not
             ready.home.require(f"{_where(module)}: the world of rank {ready.experts.world.rank}")
         if not _is_ready(module, key):  # which another thread may have made it
-            _, top_k, dtype, parallel, _, _, layout = key
+            _, top_k, dtype, parallel, layout, *_ = key
             made = _made(module, group, own, layout, top_k, dtype, parallel)
             setattr(module, _READY, _Ready(module, key, made))
 
@@ -366,9 +361,17 @@ def _make_ready_in_a_call_before_torch_compile(
 def _is_ready(module: Any, key: tuple[Any, ...]) -> bool:
     """Whether the module has experts for such calls."""
     ready = getattr(module, _READY, None)
-    if ready is None or ready.key != key or ready.act_fn is not getattr(module, "act_fn", None):
+    if ready is None or ready.key != key:
+        return False
+    if ready.act_fn is not getattr(module, "act_fn", None) or ready.gate is not _gate_of(module):
         return False
     return bool(ready.numbers == _numbers_of(module) and ready.home.here)
+
+
+def _gate_of(module: Any) -> Any:
+    """The function by which a module applies its gate: its class's, or one that was set on it."""
+    gate = getattr(module, "_apply_gate", None)
+    return getattr(gate, "__func__", gate)
 
 
 def _made(
@@ -424,8 +427,9 @@ def _made(
     works = "ep_size = tp_size, with ep_implementation='moeos', gives each rank whole experts"
     mine = shared.require_slices(_where(module), cfg, parallel, world.size, works)
     if weight_format is not None:
-        taken = _taken(module, own, layout, cfg)
-        transformers_quantized.check(module, mine, taken, _where(module))
+        own = transformers_quantized.coded(own, weight_format)
+    if layout.transposed == module.is_transposed:  # else an error would have the shapes of views
+        transformers_quantized.check(module, mine, own, _where(module))
     with _device_of(own.w1):
         return shared.experts_of(cfg, world, parallel)
 

@@ -40,8 +40,18 @@ def format_of(module: Any, weights: Weights, where: str) -> WeightFormat | None:
     format of moeos. The tensors need no values.
     """
     scale_names = transformers_weights.scale_names_of(module)
-    if not scale_names:
+    if not scale_names and not (is_coded(weights.w1) or is_coded(weights.w2)):
         return None
+    scale_names = scale_names or transformers_weights.names_of_missing_scales(module)
+    for name, scale in zip(scale_names, (weights.w1_scale, weights.w2_scale), strict=True):
+        if not isinstance(scale, Tensor):
+            raise shared.refusal(
+                where,
+                name,
+                scale,
+                "codes with a tensor of their scales do: load that of the checkpoint, or load the "
+                f"model with {_IN_NUMBERS}",
+            )
     if getattr(module, "activation_scheme", None) == "static":
         raise shared.refusal(
             where,
@@ -124,12 +134,12 @@ def _scale(scale: Tensor | None, row: Format) -> Tensor:
 def check(module: Any, cfg: MoEConfig, weights: Weights, where: str) -> None:
     """Raises for a parameter of another shape than the config has, by the module's name of it."""
     local = len(weights.w1)
-    w1, _, w2, *_ = call_checks.expected_weights(cfg, local)
-    scale_1, scale_2, *_ = call_checks.expected_scales(cfg, local)
-    names = transformers_weights.names_of(module)[:2] + transformers_weights.scale_names_of(module)
-    tensors = (weights.w1, weights.w2, weights.w1_scale, weights.w2_scale)
-    for name, wanted, tensor in zip(names, (w1, w2, scale_1, scale_2), tensors, strict=True):
-        assert wanted is not None
+    w1, b1, w2, b2, _ = call_checks.expected_weights(cfg, local)
+    scales = call_checks.expected_scales(cfg, local)[:2]
+    names = transformers_weights.names_of(module) + transformers_weights.scale_names_of(module)
+    expected = [one for one in (w1, w2, b1, b2, *scales) if one is not None]
+    tensors = [weights[place] for place, one in enumerate((w1, w2, b1, b2, *scales)) if one]
+    for name, wanted, tensor in zip(names, expected, tensors, strict=True):
         try:
             device = weights.w1.device
             call_checks.check_weight(device, wanted._replace(name=name), tensor, "it is needed")

@@ -47,11 +47,20 @@ def names_of(module: Any) -> tuple[str, ...]:
 
 def scale_names_of(module: Any) -> tuple[str, ...]:
     """Those that are the scales of both matrices; none of a module that is not quantized."""
-    for end in _SCALES:
-        names = tuple(f"{name}{end}" for name in _matrices(module))
+    for names in _scales(module):
         if any(getattr(module, name, None) is not None for name in names):
             return names
     return ()
+
+
+def names_of_missing_scales(module: Any) -> tuple[str, ...]:
+    """What the scales of codes would be called that a module has without any."""
+    of_bytes, of_blocks = _scales(module)
+    return of_blocks if names_of(module)[0].endswith(_CODES) else of_bytes
+
+
+def _scales(module: Any) -> list[tuple[str, ...]]:
+    return [tuple(f"{name}{end}" for name in _matrices(module)) for end in _SCALES]
 
 
 def weights_of(module: Any) -> Weights:
@@ -61,7 +70,7 @@ def weights_of(module: Any) -> Weights:
     names = names_of(module)
     w1, w2 = (getattr(module, name) for name in names[:2])
     b1, b2 = (getattr(module, name) for name in names[2:]) if module.has_bias else (None, None)
-    scales = (getattr(module, name) for name in scale_names_of(module))
+    scales = (getattr(module, name, None) for name in scale_names_of(module))
     return Weights(w1, w2, b1, b2, *scales)
 
 
@@ -77,13 +86,6 @@ def layout_of(module: Any, weights: Weights) -> Layout | None:
         if all(one.is_contiguous() for one in matrices):
             return Layout(gate_up, transposed)
     return None
-
-
-def as_they_lie(module: Any, weights: Weights, layout: Layout) -> Weights:
-    """`weights`, with w1 and w2 as contiguous views."""
-    if layout.transposed == module.is_transposed:
-        return weights
-    return weights._replace(w1=weights.w1.transpose(1, 2), w2=weights.w2.transpose(1, 2))
 
 
 def _matrices(module: Any) -> tuple[str, str]:

@@ -154,6 +154,7 @@ class Experts:
         tokens: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         pieces: int = 1,
+        turned: bool = False,
     ) -> torch.Tensor:
         """The weighted sum of each token's experts. Collective: every rank makes the call.
 
@@ -174,6 +175,9 @@ class Experts:
                 and w2, which then are codes, as `MoELayer` has them.
             w3: as w1, the up rows, with `cfg.gate_up` "separate" alone.
             x_scale, tokens, out, pieces: as of `MoELayer.forward`.
+            turned: w1, w2 and w3 have rows and columns exchanged: they are `transpose(1, 2)` of
+                what is said above. So a parameter whose strides say that it lies so is passed
+                itself, and its `main_grad` is found.
 
         A gradient of a weight has the shape and the strides of that weight.
 
@@ -201,6 +205,7 @@ class Experts:
             out,
             pieces,
             x_scale=x_scale,
+            turned=turned,
         )
         return self.own_rows(y) if self.scatters else y
 
@@ -218,11 +223,16 @@ class Experts:
         weigh: bool = False,
         holder: torch.nn.Module | None = None,
         x_scale: torch.Tensor | None = None,
+        turned: bool = False,
     ) -> torch.Tensor:
         """Checks and makes a call for `caller`. `order`: what it seems to write, see
         `moeos.call.custom_op`; `own`: the tensors that are not of its tokens, as `caller.expected`;
-        `weigh`: the gate weighs the caller's ids; `holder`: of the tensors, where it is a module.
+        `weigh`: the gate weighs the caller's ids; `holder`: of the tensors, where it is a module;
+        `turned`: as of `__call__`.
         """
+        given = own
+        if turned:
+            own = call_checks.turned(own)
         if self.scatters:
             call_checks.check_scattered(tokens, out, pieces)
         cfg, device = self.cfg, self.device
@@ -244,8 +254,8 @@ class Experts:
             rows = x if is_rows else call_checks.rows_of(cfg, device, x, pieces)
             most = pieces * cfg.max_tokens
             if known.are(most, rows, topk_ids, topk_weights, tokens, out, own):
-                given = topk_ids, topk_weights, tokens, None
-                return self._at_once(caller, x, rows, given, own, out, pieces)
+                known_routing = topk_ids, topk_weights, tokens, None
+                return self._at_once(caller, x, rows, known_routing, own, out, pieces)
         if rows is None or (rows is x and x_scale is None):
             rows = call_checks.rows_of(cfg, device, x, pieces)
         ids, weights = topk_ids, topk_weights
@@ -263,21 +273,22 @@ class Experts:
         trains = call_checks.wants_gradient(x, x_scale, topk_weights, out, *own)
         if trains:
             why = autograd.no_backward(self.engine)
-            call_checks.check_backward(caller.name, cfg, why, out, rows, ids, weights, tokens, *own)
+            of_tokens = rows, ids, weights, tokens
+            call_checks.check_backward(caller.name, cfg, why, out, of_tokens, given)
         call_checks.check_tangents(caller.name, x, x_scale, topk_weights, out, *own)
         routing = (ids, weights, tokens, x_scale)
         if trains:
             if at_once and holder is None:
-                wrappers.warn_of_averaged(self, own)
-            named = dict(zip(call_checks.OWN, own, strict=True))
-            main = main_grads.found(named, (rows, weights))
+                wrappers.warn_of_averaged(self, given)
+            named = dict(zip(call_checks.OWN, given, strict=True))
+            main = main_grads.found(named, {"x": rows, "topk_weights": weights})
             plain = call_checks.PLAIN.issuperset(map(type, (rows, *routing, *own)))
             if plain and (at_once or (main and not is_compiling())):
                 call_checks.check_memory(rows, routing, own)
                 asked = autograd.How(
-                    *(self.engine, cfg, ids, tokens, caller.any_ids, pieces, tuple(main))
+                    *(self.engine, cfg, ids, tokens, caller.any_ids, pieces, tuple(main), turned)
                 )
-                trained = autograd.call(asked, rows, weights, own)
+                trained = autograd.call(asked, rows, weights, given)
             else:
                 trained = backward_operators.call(
                     *(order, self.key, rows, (ids, weights, tokens), own),
@@ -288,6 +299,7 @@ class Experts:
                     any_ids=caller.any_ids,
                     pieces=pieces,
                     main=[main.get(name) for name in call_checks.OWN] if main else [],
+                    turned=turned,
                 )
             return trained if x.dim() == 2 else trained.view(x.shape)
         if at_once and call_checks.PLAIN.issuperset(map(type, (x, *routing, out, *own))):
@@ -466,6 +478,7 @@ class Experts:
         placed: bool,
     ) -> None:
         """Collective, in the world's gate."""
+        slicing = slicing.by(world.rates)
         self.cfg = cfg
         self.placement = placement
         self.slicing = slicing

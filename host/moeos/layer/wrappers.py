@@ -349,7 +349,7 @@ def _tell_of_replicas(wrapper: str, module: nn.Module, *axes: list[int]) -> None
 
 def _remedy(layer: MoELayer) -> str:
     """What makes replicas in other worlds learn alike. `reduce_expert_grads_` refuses some layers:
-    see `training.gradients.ids_of_experts`.
+    see `training.gradient_norms.ids_of_experts`.
     """
     if layer._slicing.cuts:
         return (

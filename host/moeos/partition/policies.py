@@ -17,13 +17,7 @@ from moeos import _runtime
 from moeos.config.config import MoEConfig
 from moeos.config.element_formats import FORMATS
 from moeos.config.sizes import NARROW_ROWS
-from moeos.partition.rates import (
-    H200_BLOCKS,
-    H200_GEMM_FLOPS,
-    H200_LINK_BYTES,
-    H200_MEMORY_BYTES,
-    expert_rate,
-)
+from moeos.partition.rates import H200, DeviceRates
 
 Layout = Literal["auto", "expert_major", "expert_major_persistent", "token_major", "gathered"]
 """Where first products read rows, and where rows between the products lie."""
@@ -42,30 +36,8 @@ _BY_INDEX: tuple[Layout, ...] = ("token_major", "gathered")
 
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
-ALL_REDUCE_BYTES = {2: 355e9, 4: 368e9, 8: 470e9}
-"""What NCCL's all-reduce sends from each rank, bytes/s, by the ranks. With 4 and 8 from the paper's
-Tables 1 and 2b, that is from other machines; with 2 at most what the link takes."""
-LAUNCH = 20e-6
-"""One more kernel on all ranks, NCCL's, from its launch until its first byte has come."""
-DISPATCH = 5e-6
-"""Sorting, counting and copying before the first product, of few tokens. Calls of one to eight
-tokens that do without took 3 to 6 us less."""
-COPIED_BYTES = 3.4e12
-"""Bytes/s of rows that are copied, read and written, by a fit over layers that were timed with
-copies and with rows by index."""
-GATHERED_STEP = 0.24e-6
-"""What a step of a product takes more where its rows are copied by index, cp.async's, by the same
-fit: for each full tile of rows, and each part of so many columns. It was measured of first
-products."""
 GATHERED_ROWS, GATHERED_COLUMNS = 128, 256
-GATHERED_PART = 1.2e-6
-"""What a part of a first product takes more before the first of its rows is copied from x: which
-tokens these are is looked up, and nothing hides that. Any value from 0.7 to 2.1 us chooses the same
-layouts for the layers that were timed."""
-BOX = 35e-9
-"""A row of few tokens that is loaded by a box of its own, where loads alone were timed."""
-STEP = 0.7e-6
-"""A step of a first product, beside which its rows are loaded, timed likewise."""
+"""Of a part of a product whose rows are copied by index: a full tile of rows, and columns."""
 STEP_BYTES = 128
 """Of a row, in a step."""
 
@@ -77,10 +49,12 @@ class Policy:
     Attributes:
         layout: where rows of the products lie.
         reduce: who adds up partial sums.
+        rates: the numbers of the GPU by which costs are computed.
     """
 
     layout: Layout = "auto"
     reduce: Reduce = "auto"
+    rates: DeviceRates = H200
 
     @property
     def name(self) -> str:
@@ -97,7 +71,7 @@ class Policy:
         if self.layout in _BY_INDEX:
             return int(_runtime.IN_PLACE_TOKENS)
         tokens = 0
-        while tokens < _runtime.IN_PLACE_TOKENS and gathers(cfg, tokens + 1):
+        while tokens < _runtime.IN_PLACE_TOKENS and gathers(self.rates, cfg, tokens + 1):
             tokens += 1
         return tokens
 
@@ -108,7 +82,7 @@ class Policy:
         Others' rows take couriers' time anyway: with slices on two ranks nothing was gained.
         """
         if self.layout == "auto":
-            return alone and reads_rows_as_they_are(cfg) and saves_by_gathering(cfg)
+            return alone and reads_rows_as_they_are(cfg) and saves_by_gathering(self.rates, cfg)
         return self.layout in _BY_INDEX
 
     @property
@@ -159,22 +133,22 @@ def require_policy(layout: object, reduce: object) -> Policy:
     return Policy(layout, reduce)
 
 
-# --- What calls cost: seconds of one rank of H200s ---
+# --- What calls cost: seconds of one rank, by the rates of its GPU ---
 
 
-def products(cfg: MoEConfig, tokens: int) -> float:
+def products(rates: DeviceRates, cfg: MoEConfig, tokens: int) -> float:
     """Both products of a slice: arithmetic, or the weights of the experts that have tokens."""
     rows = cfg.w1_rows + cfg.intermediate
     flops = 2.0 * tokens * cfg.slots * rows * cfg.hidden
-    return max(flops / expert_rate(cfg), _weights_read(cfg, tokens, rows))
+    return max(flops / rates.expert_flops(cfg), _weights_read(rates, cfg, tokens, rows))
 
 
-def _weights_read(cfg: MoEConfig, tokens: int, rows: int) -> float:
+def _weights_read(rates: DeviceRates, cfg: MoEConfig, tokens: int, rows: int) -> float:
     """So many rows of weights of each expert that has tokens, from memory."""
     bits = 8 * cfg.dtype.itemsize
     if cfg.weight_format is not None:
         bits = FORMATS[cfg.weight_format].code_bits
-    return _touched(cfg, tokens) * rows * cfg.hidden * bits / 8 / H200_MEMORY_BYTES
+    return _touched(cfg, tokens) * rows * cfg.hidden * bits / 8 / rates.memory_bytes
 
 
 def _touched(cfg: MoEConfig, tokens: int) -> float:
@@ -182,15 +156,15 @@ def _touched(cfg: MoEConfig, tokens: int) -> float:
     return cfg.experts * (1.0 - float((1.0 - 1.0 / cfg.experts) ** (tokens * cfg.slots)))
 
 
-def copies(cfg: MoEConfig, tokens: int, ranks: int = 1) -> float:
+def copies(rates: DeviceRates, cfg: MoEConfig, tokens: int, ranks: int = 1) -> float:
     """Own rows that are copied before first products read them: each is written and read once more.
     `ranks`: that share out the experts evenly, so that one of so many rows is a rank's own.
     """
     moved = 2 * tokens * cfg.slots / ranks * cfg.hidden * cfg.dtype.itemsize
-    return DISPATCH + moved / COPIED_BYTES
+    return rates.dispatch + moved / rates.copied_bytes
 
 
-def gathered_rows(cfg: MoEConfig, tokens: int, ranks: int = 1) -> float:
+def gathered_rows(rates: DeviceRates, cfg: MoEConfig, tokens: int, ranks: int = 1) -> float:
     """Own rows that first products read by index, in calls of more tokens than are read in place.
     They are listed as those are that are copied. `ranks`: as of `copies`.
 
@@ -202,44 +176,46 @@ def gathered_rows(cfg: MoEConfig, tokens: int, ranks: int = 1) -> float:
     of_few = rows * ranks <= NARROW_ROWS * cfg.experts  # of an expert, so that its tile is narrow
     # The last tile of an expert is half full on average. A narrow one has twice the parts.
     parts = touched * 2 * wide if of_few else (rows / GATHERED_ROWS + touched / 2) * wide
-    steps = max(1.0, rows / GATHERED_ROWS * wide / (H200_BLOCKS - 1)) * _steps(cfg, cfg.hidden)
-    read = _weights_read(cfg, tokens, cfg.w1_rows) / ranks
-    beyond = max(steps * (STEP + GATHERED_STEP), read) - max(steps * STEP, read)
-    return DISPATCH + parts * GATHERED_PART / (H200_BLOCKS - 1) + beyond
+    steps = max(1.0, rows / GATHERED_ROWS * wide / (rates.blocks - 1)) * _steps(cfg, cfg.hidden)
+    read = _weights_read(rates, cfg, tokens, cfg.w1_rows) / ranks
+    beyond = max(steps * (rates.step + rates.gathered_step), read) - max(steps * rates.step, read)
+    return rates.dispatch + parts * rates.gathered_part / (rates.blocks - 1) + beyond
 
 
-def token_major(cfg: MoEConfig, tokens: int) -> float:
+def token_major(rates: DeviceRates, cfg: MoEConfig, tokens: int) -> float:
     """Rows that both products read by index, those of the second one between the two."""
-    second = _gathered_steps(cfg, tokens, cfg.hidden, cfg.intermediate)
-    return gathered_rows(cfg, tokens) + second
+    second = _gathered_steps(rates, cfg, tokens, cfg.hidden, cfg.intermediate)
+    return gathered_rows(rates, cfg, tokens) + second
 
 
-def boxes(cfg: MoEConfig, tokens: int) -> float:
+def boxes(rates: DeviceRates, cfg: MoEConfig, tokens: int) -> float:
     """Rows of few tokens that are read in place: what their boxes take beyond a step, of each part
     that a processor has. A tile of few tokens may have all of them.
     """
-    beyond = max(0.0, tokens * BOX - STEP)
+    beyond = max(0.0, tokens * rates.box - rates.step)
     parts = min(cfg.experts, tokens * cfg.slots) * -(-cfg.w1_rows // 128)
-    return _steps(cfg, cfg.hidden) * beyond * -(-parts // (H200_BLOCKS - 1))
+    return _steps(cfg, cfg.hidden) * beyond * -(-parts // (rates.blocks - 1))
 
 
 def _steps(cfg: MoEConfig, depth: int) -> int:
     return -(-depth * cfg.dtype.itemsize // STEP_BYTES)
 
 
-def _gathered_steps(cfg: MoEConfig, tokens: float, columns: int, depth: int) -> float:
+def _gathered_steps(
+    rates: DeviceRates, cfg: MoEConfig, tokens: float, columns: int, depth: int
+) -> float:
     """What the steps of a product of so many columns take more where its rows are read by index."""
     parts = tokens * cfg.slots / GATHERED_ROWS * -(-columns // GATHERED_COLUMNS)
-    return parts * _steps(cfg, depth) * GATHERED_STEP / (H200_BLOCKS - 1)
+    return parts * _steps(cfg, depth) * rates.gathered_step / (rates.blocks - 1)
 
 
-def saves_by_gathering(cfg: MoEConfig) -> bool:
+def saves_by_gathering(rates: DeviceRates, cfg: MoEConfig) -> bool:
     """Whether gathering a rank's own rows saves more in some call than it loses in any other: a
     layer has one layout for calls of all numbers of tokens.
     """
     most = cfg.max_tokens
     counts = {most, *(1 << bit for bit in range(most.bit_length()))}
-    saved = [copies(cfg, tokens) - gathered_rows(cfg, tokens) for tokens in counts]
+    saved = [copies(rates, cfg, tokens) - gathered_rows(rates, cfg, tokens) for tokens in counts]
     return max(saved) + min(saved) > 0.0
 
 
@@ -251,9 +227,9 @@ def reads_rows_as_they_are(cfg: MoEConfig) -> bool:
     return plain and not cfg.apply_router_weight_on_input
 
 
-def gathers(cfg: MoEConfig, tokens: int) -> bool:
+def gathers(rates: DeviceRates, cfg: MoEConfig, tokens: int) -> bool:
     """Whether rows of so few tokens are better read in place."""
-    return boxes(cfg, tokens) <= copies(cfg, tokens)
+    return boxes(rates, cfg, tokens) <= copies(rates, cfg, tokens)
 
 
 def router_flops(cfg: MoEConfig, tokens: int) -> int:
@@ -267,20 +243,23 @@ def shared_flops(cfg: MoEConfig, tokens: int) -> int:
     return 2 * tokens * (cfg.shared_experts * of_each + cfg.shared_gate) * cfg.hidden
 
 
-def _of_each_token(cfg: MoEConfig, tokens: int) -> float:
+def _of_each_token(rates: DeviceRates, cfg: MoEConfig, tokens: int) -> float:
     """Arithmetic that each token has whatever its experts, and whoever adds up."""
-    return (router_flops(cfg, tokens) + shared_flops(cfg, tokens)) / H200_GEMM_FLOPS
+    return (router_flops(cfg, tokens) + shared_flops(cfg, tokens)) / rates.bf16_flops
 
 
-def fused(cfg: MoEConfig, tokens: int, slices: int) -> float:
+def fused(rates: DeviceRates, cfg: MoEConfig, tokens: int, slices: int) -> float:
     """What each token has, products, and sums that leave as they are made.
 
     A token's sum is complete when the last of its k experts is: of the products' time, the share u
     completes a share u^k of the tokens. So the links end when the last that they had to wait for is
     sent: the largest of G u + (1 - u^k) L over u.
     """
-    compute, links = products(cfg, tokens), _sums_bytes(cfg, tokens, slices) / H200_LINK_BYTES
-    k, before = cfg.slots, _of_each_token(cfg, tokens)
+    compute, links = (
+        products(rates, cfg, tokens),
+        _sums_bytes(cfg, tokens, slices) / rates.link_bytes,
+    )
+    k, before = cfg.slots, _of_each_token(rates, cfg, tokens)
     if k * links <= compute:
         return before + compute
     if k == 1:
@@ -289,21 +268,20 @@ def fused(cfg: MoEConfig, tokens: int, slices: int) -> float:
     return before + compute * u + (1.0 - float(u**k)) * links
 
 
-def after(cfg: MoEConfig, tokens: int, slices: int) -> float:
+def after(rates: DeviceRates, cfg: MoEConfig, tokens: int, slices: int) -> float:
     """What each token has, products, and an all-reduce behind them."""
-    known = max((ranks for ranks in ALL_REDUCE_BYTES if ranks <= slices), default=2)
-    rate = ALL_REDUCE_BYTES[known]
-    computed = _of_each_token(cfg, tokens) + products(cfg, tokens)
-    return computed + LAUNCH + _sums_bytes(cfg, tokens, slices) / rate
+    computed = _of_each_token(rates, cfg, tokens) + products(rates, cfg, tokens)
+    return computed + rates.launch + _sums_bytes(cfg, tokens, slices) / rates.all_reduced(slices)
 
 
 @functools.lru_cache(maxsize=4096)
-def reduces_after(cfg: MoEConfig, tokens: int, slices: int) -> bool:
+def reduces_after(rates: DeviceRates, cfg: MoEConfig, tokens: int, slices: int) -> bool:
     """Whether an all-reduce behind the kernel takes less time than sums within. `cfg`: a slice's.
 
-    All ranks find the same: it follows from what they have agreed upon.
+    All ranks find the same: it follows from what they have agreed upon, as `moeos.init` does on
+    the rates.
     """
-    return after(cfg, tokens, slices) < fused(cfg, tokens, slices)
+    return after(rates, cfg, tokens, slices) < fused(rates, cfg, tokens, slices)
 
 
 def _sums_bytes(cfg: MoEConfig, tokens: int, slices: int) -> float:

@@ -19,6 +19,7 @@ from moeos.config.config import MoEConfig
 from moeos.config.element_formats import FORMATS, HIDDEN_GROUP
 from moeos.partition.placement import Placement
 from moeos.partition.policies import AUTO, Layout, Policy, Reduce, reduces_after, require_policy
+from moeos.partition.rates import DeviceRates
 
 Parallel = Literal["expert", "tensor", "sharded_tokens"]
 """What ranks share out: whole experts, or slices of each. With "tensor" they have the same tokens.
@@ -204,6 +205,10 @@ class Slicing:
             return own
         return {**own, "slices": self.slices, "sums_everywhere": int(self.everywhere)}
 
+    def by(self, rates: DeviceRates) -> Slicing:
+        """Cut the same, with costs by these numbers of a GPU."""
+        return dataclasses.replace(self, policy=dataclasses.replace(self.policy, rates=rates))
+
     def may_leave_partials(self, cfg: MoEConfig) -> bool:
         """Whether some call does, of the config of a slice."""
         if self.policy.reduce == "after":
@@ -221,7 +226,11 @@ class Slicing:
             return False
         if self.policy.reduce != "auto":
             return self.policy.reduce == "after"
-        return self.everywhere and not counted and reduces_after(cfg, rows, self.slices)
+        return (
+            self.everywhere
+            and not counted
+            and reduces_after(self.policy.rates, cfg, rows, self.slices)
+        )
 
     def cut(self, cfg: MoEConfig) -> MoEConfig:
         """The config of one slice, as an engine has it.
@@ -323,7 +332,7 @@ def slicing_of(
             f"parallel is {parallel!r}{policy.name}; reduce says how ranks with the same tokens "
             "add up: leave it out, or pass parallel='tensor'"
         )
-    if parallel == "sharded_tokens" and policy != AUTO:
+    if parallel == "sharded_tokens" and policy.name:
         raise ValueError(
             f"parallel is {parallel!r}{policy.name}; layout says where ranks with whole experts, "
             "or with the same tokens, read rows: leave it out, or pass parallel='expert' or "

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads files that others may have written: none of them can hang, crash or exhaust the reader.
-And replaces what a file holds in one step, but no device, pipe or link.
+And replaces what a file holds in one step, but no device, pipe or link, and says where this user's
+cache is.
 
 It knows how a file is opened and how TOML is read, and nothing of what a file means.
 """
@@ -29,6 +30,21 @@ MAX_LINE_DOTS = 64
 """The most dots of one of its lines: what a dotted key costs the parser grows with their square."""
 
 _INTEGERS = range(-(2**63), 2**63)
+
+
+def cache_folder() -> Path:
+    """This user's folder for what moeos keeps: `$XDG_CACHE_HOME/moeos`, or `~/.cache/moeos` where
+    that is not an absolute path.
+
+    Raises `FileNotFoundError` if it is not, for a user without a home directory.
+    """
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(base):
+        return Path(base) / "moeos"
+    try:
+        return Path.home() / ".cache" / "moeos"
+    except RuntimeError as error:  # HOME is not set, and there is no entry for the user
+        raise FileNotFoundError("this user has no home directory; set XDG_CACHE_HOME") from error
 
 
 def open_regular(path: str | Path) -> BinaryIO:

@@ -8,6 +8,8 @@ knows nothing of calls.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
@@ -97,6 +99,25 @@ def require_memory(name: str, tensor: Tensor) -> None:
             "freed or cut (untyped_storage().resize_), or is another tensor's (torch.func): pass a "
             "tensor with memory of its own"
         )
+
+
+def sharer(written: Tensor, others: Iterable[tuple[str, Tensor | None]]) -> str | None:
+    """The first of these names whose tensor has memory between the first and the last byte of a
+    tensor that is written; None where all lie apart from it.
+    """
+    if written.numel() == 0:
+        return None
+    first = written.data_ptr()
+    end = first + extent(written)
+    for name, other in others:
+        if (
+            other is not None
+            and other.numel() > 0
+            and other.data_ptr() < end
+            and first < other.data_ptr() + extent(other)
+        ):
+            return name
+    return None
 
 
 def extent(tensor: Tensor) -> int:

@@ -13,13 +13,19 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.compiler import is_compiling
 
+from moeos.call import call_checks
 from moeos.call.selection import topk as best
 from moeos.world.process_groups import membership
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+
+_NARROW = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""Floating dtypes that count no tokens."""
 
 
 def tokens_per_expert(topk_ids: Tensor, num_experts: int, mask: Tensor | None = None) -> Tensor:
@@ -31,12 +37,17 @@ def tokens_per_expert(topk_ids: Tensor, num_experts: int, mask: Tensor | None = 
     Args:
         topk_ids: int32 or int64 [..., k]. What is no expert, such as -1, counts nowhere.
         num_experts: E.
-        mask: bool [...], or 0 and 1: which tokens count. None: all.
+        mask: [...]: a token counts where it is true, or another number than 0. None: all count.
+            It is no mask that is added to scores, whose 0 means the opposite.
 
     Raises:
         TypeError: ids are no integers.
-        ValueError: `num_experts` is below 1, or the mask has another shape.
+        ValueError: `num_experts` is below 1, or the mask has another shape; on the CPU also where a
+            floating point mask has negative numbers or NaN, as one that is added to scores has.
+            Elsewhere to look would wait for the device. So it is with all masks below.
     """
+    if topk_ids.dim() == 0:
+        raise ValueError("topk_ids is []; it must be [..., k]")
     if mask is None:
         mask = torch.ones(topk_ids.shape[:-1], dtype=torch.bool, device=topk_ids.device)
     mask = _mask("mask", mask, topk_ids.shape[:-1])
@@ -58,10 +69,12 @@ def load_balancing_loss_func(
     coefficient. What padding holds enters neither the loss nor its gradient, NaN included.
 
     Args:
-        gate_logits: [N, E] of one layer, or a sequence of one a layer.
+        gate_logits: [N, E] of one layer, or a sequence of one a layer: `router_logits` of the
+            output of a model that was called with output_router_logits=True.
         num_experts: E.
         top_k: k. The best k logits are chosen, of equal ones the lower expert.
-        attention_mask: [batch, length], 0 where a token is padding; N is batch * length.
+        attention_mask: [batch, length], 0 or false where a token is padding, as a tokenizer makes
+            it; N is batch * length.
 
     Returns:
         float32, 0-d; of float64 logits float64. 0 where no token counts.
@@ -69,7 +82,12 @@ def load_balancing_loss_func(
     Raises:
         ValueError: there are no layers, or a shape does not fit.
     """
-    layers = [gate_logits] if isinstance(gate_logits, Tensor) else list(gate_logits)
+    layers = [gate_logits] if isinstance(gate_logits, Tensor) else list(gate_logits or ())
+    if gate_logits is None or any(logits is None for logits in layers):
+        raise TypeError(
+            "gate_logits is or has None; it must have the logits of each layer: call the model "
+            "with output_router_logits=True"
+        )
     if not layers:
         raise ValueError("gate_logits is empty; it must have the logits of one layer or more")
     device = layers[0].device
@@ -146,13 +164,14 @@ def sequence_load_balancing_loss_func(
 
     Args:
         probs: [B, L, E]: scores, not negative. They are divided by their sum over E, which changes
-            nothing of a softmax. Where padding may hold NaN, clear its logits (`torch.where`)
-            before the softmax, whose gradient would be NaN.
+            nothing of a softmax. Where that is less than the least normal number of the dtype, the
+            gradient is that of a division by this number. Where padding may hold NaN, clear its
+            logits (`torch.where`) before the softmax, whose gradient would be NaN.
         topk_ids: int32 or int64 [B, L, any]; -1 is an unused slot.
         topk: k.
         moe_aux_loss_coeff: c.
-        mask: [B, L], 0 where a token is padding: what it holds enters neither the loss nor its
-            gradient, NaN included. A sequence without tokens has a loss of 0, and counts in the
+        mask: [B, L], 0 or false where a token is padding: what it holds enters neither the loss nor
+            its gradient, NaN included. A sequence without tokens has a loss of 0, and counts in the
             mean.
 
     Returns:
@@ -176,7 +195,9 @@ def sequence_load_balancing_loss_func(
     sums = wide.sum(dim=-1, keepdim=True)
     some = sums > 0  # a token whose scores are all 0 has no shares, and no gradient of them
     least = torch.finfo(wide.dtype).tiny
-    shares = wide / torch.where(some, sums, 1.0).clamp_min(least)
+    divisors = torch.where(some, sums, 1.0)
+    shares = wide / divisors.clamp_min(least)  # whose gradient is finite
+    shares = shares + (wide / divisors - shares).detach()
     counts = _counts(topk_ids, experts, mask).to(wide.dtype)
     tokens = mask.sum(dim=1, keepdim=True).clamp_min(1)
     products = counts * (experts / topk) / tokens * (shares.sum(dim=1) / tokens)
@@ -191,8 +212,8 @@ def z_loss_func(logits: Tensor, z_loss_coeff: float, mask: Tensor | None = None)
     Args:
         logits: [..., E].
         z_loss_coeff: c.
-        mask: [...], 0 where a token is padding: what it holds enters neither the loss nor its
-            gradient, NaN included.
+        mask: [...], 0 or false where a token is padding: what it holds enters neither the loss nor
+            its gradient, NaN included.
 
     Returns:
         float32, 0-d; of float64 logits float64. 0 where no token counts.
@@ -200,6 +221,8 @@ def z_loss_func(logits: Tensor, z_loss_coeff: float, mask: Tensor | None = None)
     Raises:
         ValueError: the mask has another shape.
     """
+    if logits.dim() == 0:
+        raise ValueError("logits is []; it must be [..., E]")
     if mask is None:
         mask = torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
     mask = _mask("mask", mask, logits.shape[:-1])
@@ -221,7 +244,8 @@ def get_updated_expert_bias(
     replay of a CUDA graph.
 
     Args:
-        tokens_per_expert: [..., E], of all tokens since the last update.
+        tokens_per_expert: [..., E], integer or floating point, of all tokens since the last update.
+            Sums are made in 64 bits.
         expert_bias: [..., E], floating point.
         expert_bias_update_rate: what is added or taken.
         group: its ranks' counts are summed first, on the device; collective over it. A DeviceMesh
@@ -231,11 +255,26 @@ def get_updated_expert_bias(
         as `expert_bias`, a new tensor.
 
     Raises:
+        TypeError: the counts are bool, complex or of 8 bits and floating point, or the bias is not
+            floating point.
         ValueError: the shapes differ.
     """
     _require("expert_bias", expert_bias, tuple(tokens_per_expert.shape))
+    kind = tokens_per_expert.dtype
+    if kind in (torch.bool, *_NARROW) or kind.is_complex:
+        raise TypeError(
+            f"tokens_per_expert has dtype {kind}; it must be an integer or a floating point one "
+            "that counts: pass what moeos.training.tokens_per_expert returns"
+        )
+    if not expert_bias.is_floating_point():
+        raise TypeError(
+            f"expert_bias has dtype {expert_bias.dtype}; it must be floating point, as the rate "
+            "is added to it: pass expert_bias.float()"
+        )
     with torch.no_grad():
-        counts = tokens_per_expert
+        # Sums of all experts and ranks need not fit into the dtype of one expert's count.
+        wide = torch.float64 if kind.is_floating_point else torch.int64
+        counts = tokens_per_expert.to(wide)
         if group is not None:
             counts = counts.clone()
             dist.all_reduce(counts, group=membership(group).group)
@@ -272,6 +311,12 @@ def _cleared(numbers: Tensor, mask: Tensor) -> Tensor:
 
 def _mask(name: str, mask: Tensor, shape: torch.Size) -> Tensor:
     _require(name, mask, tuple(shape))
+    looks = mask.is_floating_point() and mask.device.type == "cpu" and not is_compiling()
+    if looks and not call_checks.is_fake(mask) and not bool((mask >= 0).all()):
+        raise ValueError(
+            f"{name} has negative numbers or NaN; it must be 0 or false where a token is padding: "
+            f"of one that is added to scores pass {name} == 0"
+        )
     return mask.bool()
 
 

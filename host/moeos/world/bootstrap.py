@@ -11,13 +11,14 @@ import difflib
 import importlib.metadata
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from moeos.partition.rates import FILE_NAME, H200, NUMBERS, DeviceRates, rates_of
 from moeos.partition.sharding import default_group, process_group_place, remembered
-from moeos.system.errors import PeerTimeout, said
+from moeos.system.errors import ConfigMismatch, PeerTimeout, said
 from moeos.system.launchers import MAX_RANKS, Launch, detect, of_launcher, place_on_host
 from moeos.system.place import boot
 from moeos.world.control import ControlPlane, SoloControl, StoreControl, name_ranks, require_same
@@ -191,6 +192,9 @@ def _world(
         _require_one_host(control)
     elif device is None:
         device = _default_device(group, launched=launched)
+    rates = rates_on(arguments.backend, device)
+    if arguments.backend == "cuda":
+        require_same_rates(control.allgather(rates, "the rates of the ranks' GPUs"))
     return World(
         control,
         backend=arguments.backend,
@@ -201,7 +205,35 @@ def _world(
         faults=arguments.plan,
         device=device,
         group=None if group is None else remembered(membership(group).group),
+        rates=rates,
     )
+
+
+def rates_on(backend: Backend, device: torch.device | None) -> DeviceRates:
+    """The numbers by which layers on this GPU choose layouts; the twin chooses as an H200 would.
+
+    Raises `OSError` or `ValueError` as `moeos.partition.rates.rates_of` does.
+    """
+    if backend == "twin" or not torch.cuda.is_available():  # of which the engine tells
+        return H200
+    return rates_of(torch.cuda.get_device_name(device))
+
+
+def require_same_rates(held: Sequence[DeviceRates]) -> None:
+    """Raises `ConfigMismatch`, with the same sentence on every rank, unless all ranks choose
+    layouts by the same numbers.
+    """
+    first = held[0]
+    for rank, other in enumerate(held):
+        for name in NUMBERS:
+            mine, its = getattr(first, name), getattr(other, name)
+            if mine != its:
+                raise ConfigMismatch(
+                    "all ranks must choose layouts by the same rates, and "
+                    f"{name} is {mine!r} on rank 0, by the entry {first.device!r}, and {its!r} on "
+                    f"rank {rank}, by the entry {other.device!r}: copy {FILE_NAME} of moeos's "
+                    "cache folder from one host to all, or remove it from all"
+                )
 
 
 def _default_device(

@@ -21,7 +21,7 @@ import torch
 from moeos.system.errors import PeerTimeout, said, tell_rank
 from moeos.system.held_signals import HeldSignals
 from moeos.system.thread_limits import no_thread
-from moeos.world.bootstrap import choose_backend, require_gpu
+from moeos.world.bootstrap import choose_backend, rates_on, require_gpu
 from moeos.world.control import ThreadControl, name_ranks
 from moeos.world.faults import FaultPlan, plan_of
 from moeos.world.world import (
@@ -93,6 +93,7 @@ def run(
     plan = plan_of(faults)
     if plan is not None:
         plan.check_ranks(ranks, processes=False)
+    rates = rates_on(chosen, None)
     with HeldSignals() as signals:
         worlds = [
             World(
@@ -103,6 +104,7 @@ def run(
                 ranks_per_node=ranks_per_node,
                 trace_events=trace_events,
                 faults=plan,
+                rates=rates,
             )
             for control in ThreadControl.group(ranks, deadline)
         ]

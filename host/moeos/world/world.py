@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn, Protocol, TypeVar
 
 import torch
 
+from moeos.partition.rates import H200, DeviceRates
 from moeos.partition.sharding import Group
 from moeos.system import host_memory, program_end
 from moeos.system.call_gate import CallGate, stop_at_the_end
@@ -163,6 +164,7 @@ class World:
         faults: what goes wrong in it, or None.
         device: this rank's GPU; None is the current one when a layer is made.
         group: the process group that it was made of, or None.
+        rates: the numbers of a GPU by which its layers choose layouts, equal on all ranks.
         gate: what goes through it has the control plane for itself, one thread at a time.
         layer_names: of layers that have one, by their numbers.
         beside: what it has with ranks of other worlds, by a name; that ends with this world.
@@ -180,6 +182,7 @@ class World:
         faults: FaultPlan | None = None,
         device: torch.device | None = None,
         group: Group | None = None,
+        rates: DeviceRates | None = None,
     ) -> None:
         check_deadline(deadline)
         check_ranks_per_node(ranks_per_node)
@@ -194,6 +197,7 @@ class World:
         self.faults = faults
         self.device = device
         self.group = group
+        self.rates = H200 if rates is None else rates
         self.gate = CallGate(control.rank)
         # By identity. What one thread takes out no other finds: it is the one to end it.
         self._holdings: dict[int, Holdings] = {}

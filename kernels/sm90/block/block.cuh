@@ -2,16 +2,16 @@
 // Shared memory of a processor block, and the roles of its warps.
 //
 //   warp 0       fetch: claims parts and copies their descriptors here, one ahead of the loads
-//   warp 1       load: issues the TMA loads of the part at hand and the next
-//   warp 2       courier: copies rows of this rank to their experts' ranks, beside all others
+//   warp 1       load: issues the TMA loads of the current part and the next
+//   warp 2       courier: copies rows of this rank to their experts' ranks, next to all other roles
 //   warp 3       complete: makes a finished part's effects visible
-//   warps 4-11   two consumer warpgroups: products and their results' way to memory, Route and the
-//                sums of Combine
+//   warps 4-11   two consumer warpgroups: products, epilogues, Route and the sums of Combine
 //
 // A part passes through its slot: full (fetched), done (its loads have begun and its results are in
 // memory), empty. What is loaded passes through the stages, in the order of parts. Every consumer
-// warp follows every stage, also those that it has no use for: a barrier's parity tells a phase
-// from the one before it, but not from an older one. May not know: what an epilogue computes.
+// warp follows every stage, even those that it does not use: a barrier's parity distinguishes a
+// phase from the one before it, but not from an older one. Must not depend on: what an epilogue
+// computes.
 #pragma once
 
 #include "kernels/sm90/block/config.cuh"
@@ -31,9 +31,9 @@ inline constexpr u32 kCourierWarp = 2;
 inline constexpr u32 kCompleteWarp = 3;
 inline constexpr u32 kFirstConsumerWarp = 4;
 
-// A block is launched with the same number of registers for every thread, a multiple of 8, and only
-// those are its own to share out: a raise beyond them would wait forever. Accumulators take 128 of
-// a consumer thread's; the rest is what each role's code needs without spilling.
+// A block is launched with the same number of registers for every thread, a multiple of 8, and can
+// redistribute only those: a raise beyond them would wait forever. Accumulators take 128 of a
+// consumer thread's; the rest is what each role's code needs without spilling.
 inline constexpr u32 kLaunchRegisters = 65536 / kThreads / 8 * 8;
 inline constexpr u32 kConsumerRegisters = 208;
 inline constexpr u32 kOtherRegisters = 88;
@@ -44,7 +44,7 @@ static_assert(kConsumerRegisters * kConsumerThreads +
 // Named barriers.
 inline constexpr u32 kConsumersBarrier = 1;
 
-/// Counts through a ring of `kSize` places and their phases.
+/// Counts through a ring of `kSize` entries and their phases.
 template <u32 kSize>
 struct RingPosition {
   u32 index = 0;
@@ -65,13 +65,13 @@ struct Stage {
 inline constexpr u32 kWeightsPlace = kTileRows * kSwizzleBytes;  // in a stage, in bytes
 static_assert(sizeof(Stage) == kWeightsPlace + kStageColumns * kSwizzleBytes);
 
-/// A row among this rank's results, or kNone: its pair was not sent; and its weight.
+/// An assignment's row among this rank's results, or kNone: it was not sent; and its weight.
 struct PairRow {
   u32 row;
   float weight;
 };
 
-/// Rows that are added up for a token: of its experts; and of any Combine, at most.
+/// Rows that are added up for a token: from its experts; and in any Combine, at most.
 inline constexpr u32 kExpertSummands = kGeometry.top_k + (kShares ? 1 : 0);
 inline constexpr u32 kSummands =
     kSliced && !kGradients ? maximum(kExpertSummands, kGeometry.slices) : kExpertSummands;
@@ -84,29 +84,29 @@ inline constexpr u32 kCombined =
 struct CombineRows {
   static constexpr u32 kTokens = kCombined;
   static constexpr u32 kRows = kTokens * kSummands;
-  u32 token[kTokens];  // or, of one whose output is a partial sum, its place (place_of_partial)
-  PairRow row[kRows];  // [token of the part * kSummands + j]: its pairs', then the shared experts',
-                       // then none; or those of slices, unless they are gradients
+  u32 token[kTokens];  // or, where the output is a partial sum, its row (place_of_partial)
+  PairRow row[kRows];  // [token of the part * kSummands + j]: its pairs' rows, then the shared
+                       // experts', then none; or those of slices, except for gradients
 };
 
-/// A claimed part, whose descriptor lies in Shared::tasks; `word` of epoch 0 means: leave.
+/// A claimed part, whose descriptor lies in Shared::tasks; a `word` of epoch 0 means: leave.
 struct Slot {
   ReadyWord word;
   u64 begun_ns;
   u32 combined;                         // Combine: tokens that the part writes
   u32 bad_token;                        // Route: a token with bad logits or bad given ids, or kNone
-  u32 last_part;                        // Route: 1 when this part was its block's last one,
-  u32 last_block;                       // and 1 when that was the call's last block
+  u32 last_part;                        // Route: 1 when this part was its block's last one
+  u32 last_block;                       // Route: 1 when that block was the call's last one
   u8* results[Geometry::kMaxSegments];  // products: where each segment's first row goes
   CombineRows rows;                     // Combine
 };
 inline constexpr u32 kSlots = 2;
 /// Steps of a part that are still to be loaded when the next part is claimed: its descriptor must
-/// be here before they are. No more, because whoever claims early keeps a part from others who have
-/// nothing to do: a claim when the part before begins made large calls 2 to 7 % slower.
+/// be here before they are loaded. No more, because a block that claims early takes a part from
+/// idle blocks: a claim when the part before begins made large calls 2 to 7 % slower.
 inline constexpr u32 kClaimSteps = 8;
 
-/// When what happened to a slot's part, for a trace; not touched without one.
+/// Times of what happened to a slot's part, for a trace; unused without one.
 struct Stamps {
   u64 claimed_ns;
   u64 computing_ns;
@@ -114,27 +114,27 @@ struct Stamps {
 };
 inline constexpr bool kTraced = kGeometry.trace_events != 0;
 
-/// What Route keeps of its block while it sorts the pairs by expert, in its memory. A token has one
-/// pair of an expert at most, so a byte counts a block's.
+/// What Route keeps of its block while it sorts the pairs by expert, in its memory. A token has at
+/// most one pair of an expert, so a byte counts a block's pairs.
 struct RouteScratch {
   u8 of_warp[kConsumerWarps][sorted_places()];  // [expert]: pairs in a warp's share of the block,
                                                 // then those in the shares before it
-  u16 first[sorted_places()];                   // [expert]: its first place among the block's pairs
+  u16 first[sorted_places()];                   // [expert]: its first index among the block's pairs
   u16 expert[kRouteTokens * kGeometry.top_k];   // [pair of the block]; kNoExpert: unused slot
   u8 rank[kRouteTokens * kGeometry.top_k];      // [pair of the block]: earlier ones in the share
 };
 static_assert(kRouteTokens <= 0xFF, "so many pairs of an expert are counted in a byte");
 inline constexpr u16 kNoExpert = 0xFFFF;
 
-/// Shared memory that Route has for itself, in bytes, and what the courier's buffers are cut from:
-/// as much as the stages leave. A call of gradients gets its routing, so Route needs little.
+/// Shared memory that only Route uses, in bytes, and the memory of the courier's buffers: as much
+/// as the stages leave. A gradient call gets its routing, so Route needs little.
 inline constexpr u32 kRouteMemory = kGradients ? align_up(u32{sizeof(RouteScratch)}, 1024U) : 16384;
 inline constexpr u32 kParcelMemory = 32768 - kRouteMemory;
 static_assert(sizeof(RouteScratch) <= kRouteMemory);
 
-/// The courier's rows on their way: each buffer holds some rows, or a piece of one. Few large ones,
-/// because a copy takes the warp 0.3 us whatever it carries. Rows of a call of gradients are twice
-/// as long, and its products wait for them: it has three.
+/// The courier's rows under way: each buffer holds some rows, or a piece of one. Few large buffers,
+/// because a copy takes the warp 0.3 us whatever its size. Rows of a gradient call are twice as
+/// long, and its products wait for them: it has three.
 struct Parcels {
   static constexpr u32 kBuffers = kGradients ? 3 : 2;
   static constexpr u32 kBufferBytes = kParcelMemory / kBuffers / 128 * 128;
@@ -146,14 +146,14 @@ struct Shared {
   Stage stages[kStages];
   alignas(16) u8 route[kRouteMemory];
   Parcels parcels;
-  Task tasks[kSlots + 1];  // the last one's is a tile of no rows, to rehearse with (forward.cu)
+  Task tasks[kSlots + 1];  // the last is a tile of no rows, for rehearsals (call.cuh)
   Task finished;           // the complete warp's copy, so that it holds up no slot
   Slot slots[kSlots + 1];
   Barrier stage_full[kStages];
   Barrier stage_empty[kStages];
   Barrier slot_full[kSlots];
   Barrier slot_done[kSlots];   // the part's loads have begun, and its results are in memory
-  Barrier slot_empty[kSlots];  // every warp that reads it is done with it
+  Barrier slot_empty[kSlots];  // every warp that reads the slot is done with it
   Barrier claim;               // once a part: most of its loads are under way, so fetch the next
   Call call;
   Stamps stamps[kSlots + 1];
@@ -171,8 +171,8 @@ inline void stamp_computed(Shared& shared, u32 slot) {
   }
 }
 
-/// A consumer warp has used a stage, or does without it. Every warp says so for itself: one that
-/// lags behind the others of its group must not find the stage two phases on.
+/// A consumer warp has used a stage, or skips it. Every warp arrives for itself: one that lags
+/// behind the others of its group must not find the stage two phases later.
 template <class Stages>
 inline void release_stage(Stages& shared, u32 index) {
   __syncwarp();
@@ -181,27 +181,27 @@ inline void release_stage(Stages& shared, u32 index) {
   }
 }
 
-/// The same of a stage that this warp has read by ordinary loads. The load warp fills it again
-/// through the async proxy, and its wait for the barrier does not order accesses of two proxies:
-/// so each thread that has read puts a fence behind its loads (PTX ISA, "async proxy").
+/// release_stage for a stage that this warp has read by ordinary loads. The load warp fills it
+/// again through the async proxy, and its wait for the barrier does not order accesses of two
+/// proxies: so each thread that has read issues a fence after its loads (PTX ISA, "async proxy").
 inline void release_read_stage(Shared& shared, u32 index) {
   fence_proxy_async_shared();
   release_stage(shared, index);
 }
 
-/// A warp is done with a part's slot; also with the one that tells it to leave. Every lane arrives:
-/// that is seldom, and tools follow it (tests/gpu/test_sanitizer.py).
+/// A warp is done with a part's slot, also with the slot that makes it leave. Every lane arrives:
+/// that is rare, and tools can follow it (tests/gpu/test_sanitizer.py).
 inline void release_slot(Shared& shared, u32 index) {
   __syncwarp();
   shared.slot_empty[index].arrive();
 }
 
-/// A watched wait: the fetch warp's for a slot and for leave to claim, and the courier's for its
-/// loads. The slots pass through every other warp in turn, so a warp that waits at a barrier for
-/// something that does not come holds up the fetch warp, too. The OS block then finds after its
-/// deadline that this rank's processors do not finish, and the call fails; who can leave does so at
-/// once. If what is waited for is not there long after that, it never will be, and the kernel ends
-/// with the driver's error. A look lasts while the hardware suspends it.
+/// A watched wait: the fetch warp's for a slot and for permission to claim, and the courier's for
+/// its loads. Slots pass through every other warp in turn, so a warp that waits at a barrier for
+/// something that does not come also holds up the fetch warp. After its deadline the OS block then
+/// finds that this rank's processors do not finish, and the call fails; warps that can leave do so
+/// at once. If the barrier has not completed long after that, it never will, and the kernel ends
+/// with the driver's error. A look lasts as long as the hardware suspends it.
 inline void wait_watched(const Rank<Machine>& rank, const Call& call, Barrier& barrier,
                          u32 parity) {
   constexpr u32 kLooksEach = 32;
@@ -217,7 +217,7 @@ inline void wait_watched(const Rank<Machine>& rank, const Call& call, Barrier& b
   }
 }
 
-/// The load warp's place in the stages. A part has begun when its first stage is free.
+/// The load warp's position in the stages. A part has begun when its first stage is free.
 class Loader {
  public:
   explicit Loader(Shared& shared) : shared_(shared) {}
@@ -226,7 +226,7 @@ class Loader {
     slot_ = slot;
     begun_ = false;
   }
-  /// One lane, once a part: the next one may be claimed.
+  /// One lane, once a part: allows the next part to be claimed.
   void let_claim() { shared_.claim.arrive(); }
   /// One lane, for each stage in turn: waits until it is free.
   void wait() {
@@ -253,11 +253,11 @@ class Loader {
   Shared& shared_;
   RingPosition<kStages> at_;
   u32 slot_ = 0;
-  bool begun_ = false;  // the one lane's alone
+  bool begun_ = false;  // used only by the one lane
 };
 
-/// A consumer thread's number, or its warpgroup's, for one part. Where tokens are columns the
-/// compiler cannot foresee it: what follows from it would take registers for all parts.
+/// A consumer thread's number, or its warpgroup's, for one part. Where tokens are columns it is
+/// opaque to the compiler: otherwise what follows from it would take registers for all parts.
 inline u32 of_part(u32 number) {
   return kTokensAreColumns || kWeightsInRegisters ? Machine::opaque(number) : number;
 }
@@ -266,7 +266,7 @@ inline u32 of_part(u32 number) {
 struct alignas(16) OsShared {
   Call call;
   bool attends;
-  /// OsMemory::bytes() bytes behind this object; the host checks that they fit.
+  /// OsMemory::bytes() bytes after this object; the host checks that they fit.
   u8* memory() { return reinterpret_cast<u8*>(this + 1); }
 };
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the parts of a row lie in a call of gradients: as it is sent, as it comes back, and as it
-// is kept here from the products of its tile to those of the weights.
+// Where the parts of a row lie in a gradient call: as it is sent, as it comes back, and as it is
+// kept here from the products of its tile to those of the weights.
 //
 //   sent     [x][gradient of the output][each choice of its token: expert, weight]
 //   result   [gradient of x, times the row's weight][gradient of the weight]
@@ -9,25 +9,25 @@
 //            [<dA, A> of each part][weight][x][gradient of the output]
 //
 // A row of sums, of ranks that have slices of the same experts, is fp32
-// (runtime/memory/slices.hpp). A kept row's place is that of its source, expert and slot, whichever
-// tile it came in. So what is added up over an expert's rows has the same bits however they were
-// packed. Kept values, and each half of the gradients before a gated activation, have their columns
-// in groups of 32, in the order in which accumulators have them (kept_column). Where w1's columns
-// are gates and ups in turn, both halves of the gradients are, too. May not know: who reads or
-// writes.
+// (runtime/memory/slices.hpp). The index of a kept row follows from its source, expert and slot,
+// whatever tile it came in. So what is added up over an expert's rows has the same bits however
+// they were packed. Kept values, and each half of the gradients before a gated activation, have
+// their columns in groups of 32, in the order in which accumulators have them (kept_column). Where
+// gates and ups alternate in w1's columns, they alternate in the gradients, too. Must not depend
+// on: the readers and writers of rows.
 #pragma once
 
 #include "kernels/sm90/block/config.cuh"
 
 namespace moeos::sm90 {
 
-/// What a sent row says of a slot of its token: the place of its expert, or kNone, and its weight.
+/// What a sent row says of a choice of its token: the expert's place, or kNone, and its weight.
 struct SentChoice {
   u32 expert;
   float weight;
 };
 
-/// Rows, sent and kept, are whole lines of a cache: boxes of 128 bytes of a row would touch two.
+/// Sent and kept rows are whole cache lines: otherwise boxes of 128 bytes of a row would touch two.
 inline constexpr u32 kLineBytes = 128;
 inline constexpr u32 kHiddenBytes = kShape.hidden * 2;
 inline constexpr u32 kDOutAt = kHiddenBytes;
@@ -36,14 +36,14 @@ inline constexpr u32 kSentBytes =
     align_up(kChoicesAt + kGeometry.top_k * u32{sizeof(SentChoice)}, kLineBytes);
 inline constexpr u32 kDWeightAt = kHiddenBytes;
 
-/// Of a row of sums, behind the gradient of x, and in all.
+/// Numbers of a row of sums after the gradient of x; and in all.
 inline constexpr u32 kSumsOfWeights = kGeometry.choices() + 1;
 inline constexpr u32 kSums = kShape.hidden + kSumsOfWeights;
 static_assert(!kSumsGradients ||
               (kSums * sizeof(float) <= kGeometry.row_bytes && kGeometry.sums_everywhere != 0));
 
 /// Columns of kept values, and of each half of the gradients before a gated activation: those
-/// beyond I are zeros, or nobody's.
+/// beyond I are zeros, or unused.
 inline constexpr u32 kKeptColumns = align_up(kShape.intermediate, kTileDepth);
 inline constexpr u32 kHalves = kShape.gated() ? 2 : 1;
 inline constexpr u32 kDHiddenAt = kKeptColumns * 2;
@@ -60,8 +60,8 @@ static_assert(!kGradients ||
                kGeometry.hidden_bytes == kKeptRowBytes));
 
 /// Where a group of 32 columns has column 8b + 2a + i: at 8a + 2b + i. Its own inverse. Kept
-/// columns are the depth of a product, by w1's rows, or transposed by its columns: these lie in
-/// their own order, so kept ones do, too.
+/// columns are the depth of a product, w1's rows, or transposed its columns: these lie in their own
+/// order, and then so do kept ones.
 constexpr u32 kept_column(u32 column) {
   if (kTransposed) {
     return column;
@@ -75,7 +75,8 @@ constexpr u32 kept_gradient(u32 half, u32 column) {
   return kColumnsAlternate ? 2 * column + half : half * kKeptColumns + kept_column(column);
 }
 
-/// Rows that all sources may send, of which each has a place among the kept ones.
+/// Rows that a source may send, each of which has an index among the kept rows; and the rows of all
+/// sources.
 inline constexpr u32 kKeptOfSource = kGeometry.cell_rows_used();
 inline constexpr u32 kKeptRows = kGeometry.world * kKeptOfSource;
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the host learns of a failure without waiting for the stream: the record is copied into memory
-// of the host's, which it looks at before the next call. May not know: what a failure means.
+// How the host learns of a failure without waiting for the stream: the record is copied into the
+// host's memory, where the host looks before the next call. Must not depend on: what a failure
+// means.
 #pragma once
 
 #include "kernels/sm90/block/arguments.cuh"
@@ -10,18 +11,19 @@
 namespace moeos::sm90 {
 
 /// Shows the host the failure for which this rank left its call, if it did, unless the host has
-/// been shown one before. One warp, when it leaves.
+/// been shown an earlier one. One warp, when it leaves.
 inline void show_failure(const RankArguments& mine, const Rank<Machine>& rank, const Call& call) {
   if (!agreed<Machine>(rank.leaving(call.epoch))) {
     return;
   }
   auto* shown = reinterpret_cast<u32*>(mine.host_failure);
-  // Relaxed: only this warp of this rank, in one call after the other, writes what it looks at.
+  // Relaxed: only this warp of this rank, in one call after the other, writes the word that it
+  // reads.
   if (agreed<Machine>(Machine::load_relaxed<Scope::system>(shown)) != 0) {
     return;
   }
   // One word for all lanes: an earlier call's failure may replace it meanwhile, and the record
-  // would be of two.
+  // would mix two failures.
   const u64 word = agreed<Machine>(Machine::poll<Scope::system>(
       reinterpret_cast<const u64*>(rank.heap + rank.layout.abort_word())));
   // Pairs with the release in raise_word: the record of the rank named by the word is complete.

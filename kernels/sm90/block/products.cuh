@@ -6,25 +6,25 @@
 //   second         w2
 //   shared first   shared_w1     activation
 //   shared second  shared_w2
-//   shared gate    shared_gate   sigmoid, which are weights of shared results
+//   shared gate    shared_gate   sigmoid; its values are the weights of shared results
 //
 // Where rows and results lie, what a product awaits and what follows is said for all machines in
-// runtime/words/products.hpp. Each is cut into parts of some columns, and a part runs through four
-// files:
+// runtime/words/products.hpp. Each product is cut into parts of some columns, and a part runs
+// through four files:
 //
 //   operands.cuh   the load warp brings boxes of rows and of weights into the stages
 //   mainloop.cuh   the consumers multiply stage by stage: d += rows * weights^T
-//                  (stored_weights.cuh: first they decode weights that are codes and scales;
-//                  coded_products.cuh: they multiply codes by codes;
-//                  token_columns.cuh: codes of 4 bits by codes;
-//                  weights_in_registers.cuh: codes of 4 bits by few numbers)
+//                  (stored_weights.cuh: first they dequantize weights;
+//                  coded_products.cuh: they multiply quantized rows by quantized weights;
+//                  token_columns.cuh: quantized rows by weights of 4 bits;
+//                  weights_in_registers.cuh: few plain rows by weights of 4 bits)
 //   epilogue.cuh   bias, activation and conversion, from accumulators to eight columns of a row
 //   sinks.cuh      where results lie, and how they get there
 //
-// tile.cuh puts the last three together. A new product is a line of this table, and a place for its
-// rows or its results where there is none yet. Shared experts (n of them) are one product: of a
-// first one each has its own parts, and of a second one all are added up. Their gate is the last
-// part of a first product. May not know: boxes, stages, accumulators.
+// tile.cuh puts the last three together. A new product is a line of this table, and a memory area
+// for its rows or its results if there is none yet. Shared experts (n of them) are one product: in
+// GEMM0 each has its own parts, and GEMM1 adds all of them up. Their gate is the last part of
+// GEMM0. Must not depend on: boxes, stages, accumulators.
 #pragma once
 
 #include "kernels/sm90/block/config.cuh"
@@ -36,7 +36,7 @@ namespace moeos::sm90 {
 struct Product {
   moeos::Product line;
   bool activated;
-  u32 mlps;     // side by side in a first product's columns, and in a second one's depth
+  u32 mlps;     // side by side in GEMM0's columns, and in GEMM1's depth
   u32 depth;    // elements of a row, of each MLP
   u32 columns;  // of a result, of each MLP
 };
@@ -63,14 +63,14 @@ inline constexpr Product kSharedSecond{.line = kSharedSecondProduct,
 inline constexpr u32 kGateParts = kShape.shared_gate ? 1 : 0;
 
 inline bool is_shared(const Task& task) { return kShares && moeos::is_shared(kGeometry, task); }
-/// Whether its rows are tokens that it lists: not where a rank has peers.
+/// Whether the tile's rows are listed tokens: not where a rank has peers.
 inline bool is_listed(const Task& task) {
   return kGeometry.plans_itself() && task.from == RowsIn::listed_tokens;
 }
-/// Whether its rows and weights are codes.
+/// Whether the tile's rows and weights are quantized.
 inline bool is_coded(const Task& task) { return kCoded && !is_shared(task); }
-/// Whether its weights are decoded in registers; and whether its steps are deep. Each box of a step
-/// has a lane: single rows may be too many.
+/// Whether the tile's weights are dequantized in registers; and whether its steps are deep. Each
+/// box of a step needs a lane, and single rows may be too many.
 inline bool is_in_warps(const Task& task) {
   return kWeightsInRegisters && task.narrow != 0 && !is_shared(task) &&
          task.padded_rows <= kWarpTokens;
@@ -94,23 +94,23 @@ inline Product product_of(const Task& task) {
   return first ? kFirst : kSecond;
 }
 
-/// Rows of weights of one MLP. A gated first product has its gate rows, then its up rows.
+/// Rows of weights of one MLP. A gated GEMM0 has its gate rows, then its up rows.
 constexpr u32 weight_rows(const Product& product) {
   return product.activated ? kShape.w1_rows_of(product.columns) : product.columns;
 }
-/// Where one of its rows lies in memory: of those of all MLPs, or of their biases or scales, of
-/// which each matrix has `rows`. `matrix`: of all, gates and ups being two.
+/// Where one of these rows lies in memory, among those of all MLPs; or its bias or scale, of which
+/// each matrix has `rows`. `matrix`: counted through all MLPs, gates and ups being two.
 constexpr u64 row_in_memory(const Product& product, u32 matrix, u32 row, u32 rows) {
   if (kGateUp == GateUp::interleaved && product.activated) {
     return u64{matrix / 2} * 2 * rows + 2 * row + matrix % 2;
   }
   return u64{matrix} * rows + row;
 }
-/// Columns of a result in one part, of a tile of so many columns.
+/// Columns of a result in one part, of a tile of `tile_columns` columns.
 constexpr u32 part_columns(const Product& product, u32 tile_columns) {
   return product.activated ? product0_columns(tile_columns) : tile_columns;
 }
-/// Parts of one MLP's columns; of a second product, in which all are added up, of all.
+/// Parts of one MLP's columns; for GEMM1, which adds all MLPs up, all parts.
 constexpr u32 parts_of_each(const Product& product, u32 tile_columns) {
   return ceil_div(product.columns, part_columns(product, tile_columns));
 }
@@ -118,7 +118,7 @@ constexpr u32 parts_of(const Product& product, u32 tile_columns) {
   return product.activated ? product.mlps * parts_of_each(product, tile_columns)
                            : parts_of_each(product, tile_columns);
 }
-// What the host has made of the same, for a forward call.
+// The host must have derived the same numbers for a forward call.
 static_assert(kGradients || (kGeometry.product0_parts == parts_of(kFirst, kTileColumns) &&
                              kGeometry.product1_parts == parts_of(kSecond, kTileColumns) &&
                              kGeometry.product0_narrow_parts == parts_of(kFirst, kNarrowColumns) &&
@@ -138,21 +138,21 @@ inline u32 weight_rows_of(const Task& task) {
       MOEOS_PLANTED(halves_load_whole_weights) ? task.narrow != 0 : has_narrow_parts(task);
   return narrow ? kNarrowColumns : kTileColumns;
 }
-/// Columns of its product's result that it computes.
+/// Columns of the product's result that a part computes.
 inline u32 columns_of(const Task& task) {
   return part_columns(product_of(task), weight_rows_of(task));
 }
-/// Which of a first product's MLPs it is of; their number: of their gate.
+/// The MLP of a part of GEMM0; the gate's part has the number after the last.
 inline u32 mlp_of(const Task& task, u32 part) {
   return is_shared(task) && task.kind == kFirstProduct.kind
              ? part / parts_of_each(kSharedFirst, weight_rows_of(task))
              : 0;
 }
-/// Whether it is of the gate.
+/// Whether a part is the gate's.
 inline bool weighs_tokens(const Task& task, u32 part) {
   return kGateParts > 0 && is_shared(task) && mlp_of(task, part) == kSharedFirst.mlps;
 }
-/// Whether its weights alone are codes, which are decoded.
+/// Whether only the part's weights are quantized, so that they are dequantized.
 inline bool is_decoded(const Task& task, u32 part) {
   if constexpr (kDecodesShared) {
     return is_shared(task) ? !weighs_tokens(task, part) : kDecodesExperts;
@@ -160,7 +160,7 @@ inline bool is_decoded(const Task& task, u32 part) {
     return kDecodes && !is_shared(task);
   }
 }
-/// The first of its columns, of its MLP's.
+/// The first of the part's columns, among its MLP's.
 inline u32 first_column_of(const Task& task, u32 part) {
   const Product product = product_of(task);
   const u32 nth = is_shared(task) && product.activated
@@ -168,10 +168,9 @@ inline u32 first_column_of(const Task& task, u32 part) {
                       : part;
   return first_column(nth, columns_of(task), product.columns);
 }
-/// Elements of a row in a box of its operands.
+/// Elements of a row in a box of the task's operands.
 inline u32 box_depth_of(const Task& task) { return is_coded(task) ? kCodedDepth : kTileDepth; }
-/// Stages that it takes of each MLP whose results it adds up, and of all. None of a tile of no
-/// rows.
+/// Stages of a part for each MLP whose results it adds up, and for all. 0 for a tile of no rows.
 inline u32 steps_of_each(const Task& task) {
   if (task.padded_rows == 0) {
     return 0;

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Of a rank's rows, those whose values before the activation a forward call saves for the call of
-// its gradients: of each source the first ones in the order of sending.
+// The rows whose values before the activation a forward call saves for its gradient call: for each
+// source the first ones in the order of sending.
 //
-// That order is the routing's alone, so both calls find a row in the same place, however rows are
-// packed into tiles. Kernels without kSaves save nothing. May not know: what is stored or loaded.
+// That order follows from the routing alone, so both calls find a row at the same index, however
+// rows are packed into tiles. Kernels without kSaves save nothing. Must not depend on: the values
+// stored and loaded.
 #pragma once
 
 #include "kernels/sm90/block/arguments.cuh"
@@ -41,13 +42,13 @@ inline bool saves_all(const RankArguments& arguments, const Task& task) {
   return all;
 }
 
-/// Where a source's row with this number is saved; null: it is not.
+/// Where row `number` of a source is saved; null: it is not.
 inline u8* saved_place(const RankArguments& given, u32 source, u32 number) {
   const SavingArguments& arguments = of_saving(given);
   const u64 place = u64{source} * arguments.saved_of_source + number;
   return number < arguments.saved_of_source ? arguments.saved + place * kSavedRowBytes : nullptr;
 }
-/// Where a row of a tile is saved; null: it is not, or is padding.
+/// Where a row of a tile is saved; null: it is not saved, or is padding.
 inline u8* saved_row(const RankArguments& arguments, const Task& task, u32 row) {
   u8* found = nullptr;
   u32 first = 0;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// S, which a call may be told by device memory, so that a captured launch serves any number of
-// tokens; and what becomes of the rows of the output that no token has. May not know: routing.
+// S, which a call may read from device memory, so that a captured launch serves any number of
+// tokens; and the output rows beyond S, which are cleared. Must not depend on: routing.
 #pragma once
 
 #include "kernels/sm90/block/arguments.cuh"
@@ -8,13 +8,13 @@
 
 namespace moeos::sm90 {
 
-/// Whether the count that the caller keeps in device memory is one: 0 to the rows of x.
+/// Whether the count that the caller keeps in device memory is valid: 0 to the number of rows of x.
 inline bool count_fits(const RankArguments& mine) {
   return mine.token_count == nullptr || static_cast<u32>(*mine.token_count) <= mine.rows;
 }
 
 /// S. Every block reads it for itself; it must not change during the launch. 0 for a count that
-/// does not fit: the call is made, because the peers are in it, and ends with a failure.
+/// does not fit: the call is still made, because the peers are in it, and ends with a failure.
 inline u32 tokens_of(const RankArguments& mine) {
   if (mine.token_count == nullptr) {
     return mine.rows;
@@ -31,7 +31,7 @@ inline u32 pair_limit_of(u32 tokens) {
   }
 }
 
-/// Ends the call, on all ranks, if its number of tokens cannot be. One thread.
+/// Ends the call, on all ranks, if its number of tokens is impossible. One thread.
 inline void check_count(const RankArguments& mine, const Rank<Machine>& rank, const Call& call) {
   if (!count_fits(mine)) {
     Failure failure = failure_of(rank, call, FailureKind::token_count_wrong, Actor::scheduler);

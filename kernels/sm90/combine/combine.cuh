@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Combine: the weighted sums of tokens whose rows are all back.
 //
-// The fetch warp looks up where the rows lie, while the block is at the part before; the load warp
-// brings them into the stages, and the consumers sum them from there. May not know: who counts the
-// tokens.
+// The fetch warp looks up where the rows lie, while the block computes the part before; the load
+// warp brings them into the stages, and the consumers sum them from there. Must not depend on: the
+// actors that count the tokens.
 #pragma once
 
 #include "kernels/sm90/block/arguments.cuh"
@@ -18,16 +18,16 @@
 
 namespace moeos::sm90 {
 
-// Tokens pass through the stages in pieces, each of the same columns of all of a token's rows; a
+// Tokens pass through the stages in pieces, each with the same columns of all of a token's rows; a
 // stage carries several tokens when their rows are short, or a piece of one when they are long. A
-// piece has so many bytes of the output. Of a row of codes it is half as many, and all scales of
-// the row behind them.
+// piece has kPieceBytes bytes of the output. For a quantized row it has half as many, followed by
+// all scales of the row.
 inline constexpr u32 kVectorBytes = 16;
 inline constexpr u32 kPieceAlign = kCodedResults ? 2 * kVectorBytes : kVectorBytes;
 inline constexpr u32 kScalesBytes = align_up(kShape.hidden / kResultGroup * 4, kVectorBytes);
-/// Whether some rows that are added up are codes and others are not.
+/// Whether some rows that are added up are quantized and others are not.
 inline constexpr bool kMixed = kCodedResults && (kShares || kShape.zero_experts > 0);
-/// Bytes that a row's piece of so many takes in a stage.
+/// Bytes that a row's piece of `piece` bytes takes in a stage.
 constexpr u32 place_bytes(u32 piece) {
   const u32 codes = piece / 2 + kScalesBytes;
   return !kCodedResults ? piece : kMixed ? maximum(piece, codes) : codes;
@@ -45,13 +45,13 @@ inline constexpr u32 kPiecesInStage = minimum(
 static_assert(kPieceBytes <= kPieceLimit && kPlaceBytes <= kPlaceLimit && kPiecesInStage > 0);
 static_assert(kSummands <= Machine::kLanes, "a lane loads a row's piece");
 
-/// A part's pieces from `first` on that a stage carries, one behind the other. The load warp and
-/// the consumers count them alike.
+/// The number of a part's pieces from `first` on that a stage carries, one after the other. The
+/// load warp and the consumers count alike.
 inline u32 pieces_in_stage(const Task& task, u32 first) {
   return minimum(kPiecesInStage, task.rows * kPieces - first);
 }
 
-/// In place of rows: tokens of a block that have none.
+/// Instead of rows: tokens of a block that have none.
 struct Unsent {
   u32 count;
   u32 token[kRouteTokens];
@@ -59,15 +59,16 @@ struct Unsent {
 static_assert(sizeof(Unsent) <= sizeof(Stage));
 inline Unsent& unsent_of(Stage& stage) { return *reinterpret_cast<Unsent*>(&stage); }
 
-/// In place of a row: the token itself, whose pair is with a zero expert; of gradients that of its
-/// output.
+/// Instead of a row: the token itself, whose pair is with a zero expert; for gradients, the
+/// gradient of its output.
 inline constexpr u32 kOwnRow = kNone - 1;
 inline const u8* own_row(const RankArguments& arguments, u32 token) {
   const u8* const rows = kGradients ? of_gradients(arguments).d_out : arguments.x_rows;
   return rows + u64{token} * kOutputBytes;
 }
 /// Whether a row has been multiplied by its weight when it is back: as a token before it was sent,
-/// or as gradients where they were made. A weight on the input multiplies gradients of that here.
+/// or as gradients where they were made. With a weight on the input, gradients of the input are
+/// multiplied here.
 inline constexpr bool kWeighedRows = kShape.weight_on_input != kGradients;
 /// What a pair adds to its token's sum. `row`: where its row lies, or kNone: it was not sent.
 inline PairRow summand_of(const Rank<Machine>& rank, u32 pair, u32 row) {
@@ -84,25 +85,25 @@ inline PairRow summand_of(const Rank<Machine>& rank, u32 pair, u32 row) {
   return {row, kWeighedRows ? 1.0F : weight};
 }
 
-/// What the shared experts add to it. Their rows follow the others, but of codes: then a token's
-/// has its number.
+/// What the shared experts add to a token's sum. Their rows follow the others, unless results are
+/// quantized: then a token's row has the token's number.
 inline PairRow shared_summand_of(const Rank<Machine>& rank, u32 token) {
   const float weight = kShape.shared_gate ? rank.memory.shared_weight[token] : 1.0F;
   return {kCodedResults ? token : rank.layout.results() + token, weight};
 }
-/// Whether the nth row that is added up for a token is theirs; and whether it is codes.
+/// Whether the nth row that is added up for a token is the shared experts'; and whether it is
+/// quantized.
 inline bool is_of_shared(u32 nth) { return kShares && nth == kGeometry.top_k; }
 inline bool is_of_codes(u32 nth, u32 row) {
   return kCodedResults && !is_of_shared(nth) && !(kShape.zero_experts > 0 && row == kOwnRow);
 }
-/// Where it lies, unless it is the token itself.
+/// Where the row lies, unless it is the token itself.
 inline u64 result_at(const Layout& layout, u32 nth, u32 row) {
   return kCodedResults && is_of_shared(nth) ? layout.shared_result(row) : layout.result(row);
 }
 
-/// The fetch warp, of a part's tokens that it has looked up: notes where their partial sums go, if
-/// that is not the output, and that slices add no rows to these. Of gradients the consumers find
-/// it.
+/// The fetch warp, for a part's tokens that it has looked up: notes where their partial sums go, if
+/// not to the output, and that slices add no rows to these. For gradients the consumers find it.
 inline void note_partials(const RankArguments& arguments, const Call& call, const Task& task,
                           CombineRows& rows) {
   static_assert(CombineRows::kTokens <= Machine::kLanes);
@@ -111,7 +112,7 @@ inline void note_partials(const RankArguments& arguments, const Call& call, cons
     return;
   }
   __syncwarp();  // the lanes have noted them
-  // Of this look alone: else addresses take registers for all parts.
+  // For this look only: otherwise addresses take registers for all parts.
   const Rank<Machine> here = rank_of_look(arguments);
   Call its = call;
   its.tokens = Machine::opaque(call.tokens);
@@ -125,7 +126,7 @@ inline void note_partials(const RankArguments& arguments, const Call& call, cons
   }
 }
 
-/// The fetch warp, of tokens whose sums over slices are here.
+/// The fetch warp, for tokens whose sums over slices are here.
 inline void look_up_sums(const RankArguments& arguments, const Call& call, const Task& task,
                          CombineRows& rows) {
   if constexpr (kGradients) {  // the consumers read them where they are
@@ -146,8 +147,8 @@ inline void look_up_sums(const RankArguments& arguments, const Call& call, const
   }
 }
 
-/// The fetch warp: where a part's rows lie, all of them at once, because a round trip to memory
-/// takes longer than a token's rows do. Not of rows that are awaited.
+/// The fetch warp: looks up where a part's rows lie, all of them at once, because a round trip to
+/// memory takes longer than a token's rows do. Not for rows that are awaited.
 inline void look_up_rows(const RankArguments& arguments, const Rank<Machine>& rank,
                          const Call& call, const RoutingMap& map, const Task& task,
                          CombineRows& rows) {
@@ -160,17 +161,17 @@ inline void look_up_rows(const RankArguments& arguments, const Rank<Machine>& ra
     look_up_sums(arguments, call, task, rows);
     return;
   }
-  // Of shared experts by an address of this look: else it is kept for all parts.
+  // For shared experts at an address for this look: otherwise it is kept for all parts.
   const Rank<Machine> here = kShares ? rank_of_look(arguments) : rank;
 #pragma unroll
   for (u32 first = 0; first < CombineRows::kTokens * kExpertSummands; first += Machine::kLanes) {
-    // Nothing is conditional but what is stored, so that all loads are under way together.
+    // Only stores are conditional, so that all loads are under way together.
     const u32 i = minimum(first + Machine::lane(), summands - 1);
     // Acquired with the part's word.
     const u32 token = rank.memory.ready_tokens[task.first_ready + i / kExpertSummands];
     const u32 j = i % kExpertSummands;
     const u32 pair = token * kGeometry.top_k + minimum(j, kGeometry.top_k - 1);
-    const u32 row = rank.memory.pair_row[pair];  // of a pair that was not sent, anything
+    const u32 row = rank.memory.pair_row[pair];  // arbitrary for a pair that was not sent
     PairRow summand = summand_of(
         rank, pair, map.sent(pair) || MOEOS_PLANTED(unsent_rows_are_summed) ? row : kNone);
     if constexpr (kShares) {
@@ -186,7 +187,7 @@ inline void look_up_rows(const RankArguments& arguments, const Rank<Machine>& ra
   }
 }
 
-/// The same of a pair whose row is awaited, in a part of tokens that follow each other.
+/// look_up_rows for a pair whose row is awaited, in a part of consecutive tokens.
 inline void note_awaited_row(const Rank<Machine>& rank, u32 number, u32 pair, u32 row,
                              CombineRows& rows) {
   const u32 nth = number / kGeometry.top_k;
@@ -200,7 +201,7 @@ inline void note_awaited_row(const Rank<Machine>& rank, u32 number, u32 pair, u3
   }
 }
 
-/// The load warp: lists a block's tokens that sent no row in one stage; returns how many they are.
+/// The load warp: lists a block's tokens that sent no row in one stage; returns how many there are.
 inline u32 list_unsent(const Rank<Machine>& rank, const Call& call, const RoutingMap& map,
                        const Task& task, Loader& loader) {
   if (Machine::lane() == 0) {
@@ -291,8 +292,8 @@ inline void add_weighted(float (&sum)[8], float weight, const u8* elements) {
     sum[2 * n + 1] += weight * Element::high(packed[n]);
   }
 }
-/// The same of eight codes of a piece, from its `nth` one on, that are a row's from `column` on: a
-/// piece may reach beyond its row.
+/// sum += weight times eight codes of a piece, from its `nth` one on, which are a row's from
+/// `column` on: a piece may reach beyond its row.
 inline void add_weighted_codes(float (&sum)[8], float weight, const u8* piece, u32 nth,
                                u32 column) {
   const auto* scales = reinterpret_cast<const float*>(piece + kPieceBytes / 2);
@@ -311,9 +312,9 @@ inline uint4 packed(const float (&sum)[8]) {
                     Element::pack(sum[4], sum[5]), Element::pack(sum[6], sum[7]));
 }
 
-/// Bytes of a token that no expert took: zeros, or what zero and shared experts return of it. The
-/// list of these tokens was made behind an acquire of all blocks' routing and of the shared
-/// results, and the stage's barrier brings it here.
+/// Bytes of the output of a token that no expert took: zeros, or what zero and shared experts
+/// return for it. The list of these tokens was made after an acquire of all blocks' routing and of
+/// the shared results, and the stage's barrier passes both on to this warp.
 inline uint4 unsent_output(const RankArguments& arguments, u32 token, u32 byte) {
   float sum[8] = {};
   if constexpr (kShape.zero_experts > 0) {
@@ -335,7 +336,7 @@ inline uint4 unsent_output(const RankArguments& arguments, u32 token, u32 byte) 
   return packed(sum);
 }
 
-/// A byte of where the sum of a token goes that has no rows.
+/// Where a byte of the sum of a token without rows goes.
 inline uint4* unsent_at(const RankArguments& arguments, const Call& call, u32 token, u32 byte) {
   if (adds_slices(kGeometry, call)) {
     const Rank<Machine> rank = rank_of(arguments, nullptr);
@@ -345,7 +346,7 @@ inline uint4* unsent_at(const RankArguments& arguments, const Call& call, u32 to
   return output_at(arguments, token, byte);
 }
 
-/// Some bytes of a token's sum, the nth of a part, to where they go.
+/// Stores some bytes of the sum of a part's nth token where they go.
 inline void store_sum(const RankArguments& arguments, const Task& task, const CombineRows& rows,
                       u32 nth, u32 byte, uint4 sum) {
   if constexpr (kSliced) {
@@ -364,8 +365,8 @@ inline void store_sum(const RankArguments& arguments, const Task& task, const Co
   *output_at(arguments, rows.token[nth], byte) = sum;
 }
 
-/// Whether gradients of some weights are made where the token is: the products of x and what its
-/// weight multiplies, or of x and gradients of what was sent in its place.
+/// Whether gradients of some weights are made where the token is: the products of x and the
+/// gradient that the weight multiplies, or of x and gradients of what was sent instead of it.
 inline constexpr bool kMultipliesTokens =
     kGradients && (kShape.zero_experts > 0 || kShape.weight_on_input);
 
@@ -396,7 +397,7 @@ inline float* d_weight_at(const RankArguments& arguments, const Call& call, u32 
   return of_gradients(arguments).d_topk_weights + u64{token} * kGeometry.choices() + nth;
 }
 
-/// What a token's rows are added to: some bytes of what this slice's shared experts make.
+/// Begins the sum of a token's rows with some bytes of this slice's shared experts' result.
 inline void begin_sum(float (&sum)[8], const RankArguments& arguments, u32 token, u32 byte) {
   const float* const added = of_gradients(arguments).d_x_added;
   if (added != nullptr) {
@@ -406,7 +407,7 @@ inline void begin_sum(float (&sum)[8], const RankArguments& arguments, u32 token
     }
   }
 }
-/// Some bytes of a token's gradient of x, to its row of sums.
+/// Stores some bytes of a token's gradient of x to its row of sums.
 inline void store_unrounded(float* sums, u32 byte, const float (&sum)[8]) {
   auto* const to = reinterpret_cast<uint4*>(sums + byte / 2);
   const auto four = [&](u32 n) {
@@ -416,13 +417,13 @@ inline void store_unrounded(float* sums, u32 byte, const float (&sum)[8]) {
   to[0] = four(0);
   to[1] = four(4);
 }
-/// This slice's gradient of the shared experts' weight, to a token's row of sums.
+/// Stores this slice's gradient of the shared experts' weight to a token's row of sums.
 inline void store_shared(const RankArguments& arguments, const Call& call, u32 token) {
   const float* const d_shared = of_gradients(arguments).d_shared;
   sums_at(arguments, call, token)[kSums - 1] = d_shared == nullptr ? 0.0F : d_shared[token];
 }
 
-/// The consumers' side of a call of gradients of slices, of tokens that have no rows here.
+/// The consumers' side of a gradient call of slices, for tokens that have no rows here.
 inline void sum_unsent(const RankArguments& arguments, const Call& call, const Unsent& list) {
   constexpr u32 kVectors = kOutputBytes / kVectorBytes;
   const u32 first = threadIdx.x - kFirstConsumerWarp * 32;
@@ -446,9 +447,10 @@ inline void sum_unsent(const RankArguments& arguments, const Call& call, const U
   }
 }
 
-/// The consumers' side of a call of gradients, of tokens whose sums of slices are here: what their
-/// numbers add up to, in the slices' order, to where gradients are written and, if this rank is the
-/// tokens' owner, to all others. The part's word was acquired, and the slot's barrier brings it.
+/// The consumers' side of a gradient call, for tokens whose sums of slices are here: adds them up,
+/// in the slices' order, and stores the results where gradients are written and, if this rank is
+/// the tokens' owner, at all other slices. The part's word was acquired, and the slot's barrier
+/// passes that on.
 inline void add_slices_of_gradients(const RankArguments& arguments, const Call& call,
                                     const Task& task, const CombineRows& rows) {
   constexpr u32 kVectors = kOutputBytes / kVectorBytes;
@@ -462,7 +464,7 @@ inline void add_slices_of_gradients(const RankArguments& arguments, const Call& 
        i += kConsumerThreads) {
     const u32 token = rows.token[i / kOfToken];
     const u32 share = i % kOfToken;
-    const u32 nth = share < kVectors ? 0 : share - kVectors;  // of the numbers behind d_x
+    const u32 nth = share < kVectors ? 0 : share - kVectors;  // of the numbers after d_x
     const u32 at = share < kVectors ? share * 8 : kShape.hidden + nth;
     const u32 count = share < kVectors ? 8 : 1;
     float sum[8] = {};
@@ -495,8 +497,8 @@ inline void add_slices_of_gradients(const RankArguments& arguments, const Call& 
   }
 }
 
-/// The consumers' side of a call of gradients, of tokens that have no rows: what zero experts give
-/// them. A token a warp, which adds its weights up once.
+/// The consumers' side of a gradient call, for tokens that have no rows: what zero experts give
+/// them. A warp has one token and adds its weights up once.
 inline void derive_unsent(const RankArguments& arguments, const Call& call, const Unsent& list) {
   const RankMemory memory = rank_memory(arguments);
   const u32 warp = threadIdx.x / 32 - kFirstConsumerWarp;
@@ -528,7 +530,7 @@ inline void derive_unsent(const RankArguments& arguments, const Call& call, cons
   }
 }
 
-/// The consumers' side, of tokens that have no rows.
+/// The consumers' side, for tokens that have no rows.
 inline void write_unsent(const RankArguments& arguments, const Call& call, Shared& shared,
                          RingPosition<kStages>& stage) {
   constexpr u32 kVectors = kOutputBytes / kVectorBytes;
@@ -549,8 +551,8 @@ inline void write_unsent(const RankArguments& arguments, const Call& call, Share
   stage.advance();
 }
 
-/// The consumers' side of a call of gradients: what is behind each row is its weight's, if that
-/// multiplied what the expert made. A choice's is that of all its pairs.
+/// The consumers' side of a gradient call: the number after each row is its weight's gradient, if
+/// the weight multiplied the expert's output. A choice's gradient is the sum over all its pairs.
 inline void take_weight_gradients(const RankArguments& arguments, const Call& call,
                                   const Task& task, const CombineRows& rows) {
   constexpr u32 kPairs = kGeometry.pairs_of_choice();

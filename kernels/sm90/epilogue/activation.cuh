@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Element-wise functions between the two products, in fp32, two values at a time.
 //
-// The smooth ones are all x sigmoid(2u) for some u(x). An SM computes an eighth as many
+// The smooth functions are all x sigmoid(2u) for some u(x). An SM computes an eighth as many
 // hyperbolic tangents, powers and reciprocals as products, and a tile has 128 x 128 or 128 x 256 of
-// these values with nothing else to do. So a type that keeps 8 digits has one rough tanh a value,
-// whose 11 are enough for it; the other has a power a value and a reciprocal for two. The rough one
-// takes 0.6 to 1.6 % off large calls.
+// these values with nothing else to do. So a type with 8 significant bits uses one rough tanh a
+// value, whose 11 bits suffice; the other type uses a power a value and a reciprocal for two. The
+// rough tanh takes 0.6 to 1.6 % off large calls.
 #pragma once
 
 #include "kernels/shape.hpp"
@@ -16,13 +16,13 @@ namespace moeos::sm90 {
 
 inline constexpr float kLog2E = 1.4426950408889634F;
 
-/// Whether a result of this type is as good by rough_tanh: it is off by |x| / 4096 at most, which
-/// is an eighth to a quarter of the type's rounding where x is positive
+/// Whether rough_tanh is exact enough for results of this type: it is off by |x| / 4096 at most,
+/// which is an eighth to a quarter of the type's rounding where x is positive
 /// (tests/gpu/test_activation.py).
 template <class Type>
 inline constexpr bool kRoughTanhSuffices = Type::kDigits <= 8;
 
-/// 1 + exp(-2u); so much at most that the product of two is finite, and no NaN.
+/// 1 + exp(-2u), limited so that the product of two is finite, and no NaN.
 inline float divisor(float u) {
   constexpr float kMost = 60.0F;
   return 1.0F + exp2f(fminf(-2.0F * kLog2E * u, kMost));
@@ -36,7 +36,7 @@ inline float2 shares(float2 u) {
   return make_float2(second * inverse, first * inverse);
 }
 
-/// x sigmoid(2u) of both. Where an x is a NaN so is its result, and the other's is not.
+/// x sigmoid(2u) of both. If one x is a NaN, so is its result, and the other's is not.
 template <class Type>
 inline float2 damp(float2 x, float2 u) {
   if constexpr (kRoughTanhSuffices<Type>) {
@@ -62,7 +62,7 @@ inline float2 clamp_above(float2 x, float limit) {
 /// u of GELU, to 5e-6 of the result: half of p(x), which is close to the logarithm of Phi(x) /
 /// Phi(-x). It is an odd polynomial, fitted by least squares, weighted until the largest error of
 /// GELU was smallest, up to where Phi(-x) is 3e-7; beyond, it still ascends. The library's error
-/// function is twice as long, and takes the registers that accumulators need.
+/// function is twice as long, and takes registers that accumulators need.
 inline float gelu_argument(float x) {
   const float square = x * x;
   float sum = 0.5F * 1.7511896430733032e-6F;
@@ -73,7 +73,7 @@ inline float gelu_argument(float x) {
   return x * sum;
 }
 
-/// And of GELU with tanh.
+/// u of GELU with tanh.
 inline float gelu_tanh_argument(float x) {
   constexpr float kSqrtTwoOverPi = 0.79788456080286536F;
   return kSqrtTwoOverPi * (x + 0.044715F * x * x * x);
@@ -81,7 +81,7 @@ inline float gelu_tanh_argument(float x) {
 
 inline float relu(float x) { return x > 0.0F || x != x ? x : 0.0F; }
 
-/// Before its result becomes a `Type`.
+/// The activation's curve, before its result is converted to `Type`.
 template <class Type, const Activation& kActivation>
 inline float2 curve_of(float2 x) {
   if constexpr (kActivation.curve == Curve::swish) {
@@ -99,7 +99,8 @@ inline float2 curve_of(float2 x) {
   }
 }
 
-/// Of gate and up of two hidden units; likewise.
+/// A gated activation of gate and up of two hidden units, before its results are converted to
+/// `Type`.
 template <class Type, const Activation& kActivation>
 inline float2 gated(float2 gate, float2 up) {
   constexpr float kLimit = kActivation.limit;

@@ -1,29 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
 // Element-wise functions between the two products with their derivatives, in fp32, two at a time.
 //
-// The smooth ones are x s for a share s = sigmoid(2u). Their derivatives have a difference 1 - s in
-// them, for which a rough tanh is too rough: so a power a value and a reciprocal for two, whatever
-// the type. May not know: rows, weights.
+// The smooth functions are x s for a share s = sigmoid(2u). Their derivatives contain a difference
+// 1 - s, for which a rough tanh is too rough: so a power a value and a reciprocal for two, whatever
+// the type. Must not depend on: rows, weights.
 #pragma once
 
 #include "kernels/sm90/epilogue/activation.cuh"
 
 namespace moeos::sm90 {
 
-/// What a curve makes of two numbers, and its derivatives there.
+/// The values of a curve at two numbers, and its derivatives there.
 struct Slopes {
   float2 value;
   float2 slope;
 };
 
-/// x s, and s + x s', of a share s = sigmoid(2u(x)) and twice the derivative of u.
+/// x s, and s + x s', for a share s = sigmoid(2u(x)) and twice the derivative of u.
 inline Slopes damped(float2 x, float2 u, float2 twice) {
   const float2 s = shares(u);
   return {make_float2(x.x * s.x, x.y * s.y), make_float2(s.x + x.x * s.x * (1.0F - s.x) * twice.x,
                                                          s.y + x.y * s.y * (1.0F - s.y) * twice.y)};
 }
 
-inline float gelu_tanh_slope(float x) {  // of twice its argument
+inline float gelu_tanh_slope(float x) {  // derivative of twice its argument
   constexpr float kTwice = 2.0F * 0.79788456080286536F;
   return kTwice * (1.0F + 3.0F * 0.044715F * x * x);
 }
@@ -60,10 +60,10 @@ inline Slopes slopes_of(float2 x) {
   }
 }
 
-/// What an activation makes of two hidden units, and its derivatives.
+/// The values of an activation for two hidden units, and its derivatives.
 struct Derived {
   float2 value;
-  float2 by_gate;  // or by the only number
+  float2 by_gate;  // or by the only argument
   float2 by_up;    // if gated
 };
 
@@ -83,7 +83,7 @@ struct OneDerived {
   float by_gate;
   float by_up;
 };
-/// Of a gate and an up: `value` and `slope`, the curve of the gate, as it is clamped before.
+/// For a gate and an up: `value` and `slope` are the curve's at the gate, as it is clamped before.
 template <const Activation& kActivation>
 inline OneDerived gated_slopes(float gate, float up, float value, float slope) {
   constexpr float kLimit = kActivation.limit;

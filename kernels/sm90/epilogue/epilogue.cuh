@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // From accumulators to a part's results: bias, activation, conversion.
 //
-// May not know: who owns a row; flags.
+// Must not depend on: the owner of a row; flags.
 #pragma once
 
 #include "kernels/sm90/block/accumulators.cuh"
@@ -15,17 +15,17 @@
 
 namespace moeos::sm90 {
 
-/// What a thread's accumulators start from: the biases of its columns, or zeros. So the epilogue
-/// has nothing to load, and no value is live from one part to the next.
+/// Starts a thread's accumulators from the biases of its columns, or zeros. So the epilogue has
+/// nothing to load, and no value is live from one part to the next.
 template <u32 kRegisters>
 inline void start_accumulators(float (&d)[kRegisters], const RankArguments& arguments,
                                const Task& task, u32 part) {
   constexpr u32 kTile = 2 * kRegisters;  // columns
   const bool first_product = product_of(task).activated;
-  // Where a part has gates and ups by turns, its biases lie as its columns do.
+  // Where gates and ups alternate in a part, its biases are in the order of its columns.
   const bool pairs = kColumnsAlternate && first_product;
   const bool gated = first_product && kShape.gated() && !pairs;
-  // Where columns have scales of their own, biases come behind them (coded_products.cuh).
+  // Where columns have scales of their own, biases are added after them (coded_products.cuh).
   const bool biased =
       kBias && !is_shared(task) && !(is_coded(task) && kFormat == WeightFormat::fp8_channel);
   u32 columns = first_product ? kShape.intermediate : kShape.hidden;
@@ -61,8 +61,8 @@ inline void start_accumulators(float (&d)[kRegisters], const RankArguments& argu
   }
 }
 
-/// Eight columns next to each other, of a thread's four words: each is what it makes of two columns
-/// or, `kOfPairs`, of two hidden units whose gates and ups come by turns. By a whole warp.
+/// Eight adjacent columns, from a thread's four words: each has the results of two columns or, with
+/// `kOfPairs`, of two hidden units whose gates and ups alternate. By a whole warp.
 template <bool kOfPairs>
 inline uint4 eight_of(u32 first, u32 second, u32 third, u32 fourth) {
   if constexpr (!kTransposed) {
@@ -81,8 +81,8 @@ inline uint4 eight_from(u32 i, Value value) {
   return eight_of<kOfPairs>(packed(i), packed(i + 4), packed(i + 8), packed(i + 12));
 }
 
-/// Stores a scale group of a row between two products, of which four lanes have sixteen values
-/// each: those of accumulators from `i` on. `column`: the group's first.
+/// Quantizes and stores a scale group of a row between two products, of which four lanes have
+/// sixteen values each: those of accumulators from `i` on. `column`: the group's first.
 template <class Value>
 inline void store_group(bool wanted, u8* row, u32 column, u32 i, Value value) {
   constexpr u32 kEights = kHiddenGroup / kOrderedRows;  // of a lane
@@ -111,14 +111,14 @@ inline void store_group(bool wanted, u8* row, u32 column, u32 i, Value value) {
                row + kFirst.columns + column / kHiddenGroup * sizeof(float), scale.scale);
 }
 
-/// Of a first product of experts: stores the rows of d that are saved for a call of gradients.
+/// For experts' GEMM0: stores the rows of d that are saved for a gradient call.
 template <u32 kRegisters>
 inline void save_rows(const float (&d)[kRegisters], const RankArguments& arguments,
                       const Task& task, u32 part) {
   if (!product_of(task).activated || is_shared(task)) {
     return;
   }
-  constexpr u32 kGroup = kOrderedRows / 2;  // accumulators that are as many columns of two rows
+  constexpr u32 kGroup = kOrderedRows / 2;  // accumulators with as many columns of two rows
   constexpr u32 kHalf = product0_columns(2 * kRegisters) / 2;  // accumulators of gates, or of ups
   const u32 first = first_column_of(task, part);
 #pragma unroll
@@ -144,8 +144,8 @@ inline void save_rows(const float (&d)[kRegisters], const RankArguments& argumen
   }
 }
 
-/// Stores a row's part of a result as codes: a scale group, of which four lanes have 32 values
-/// each.
+/// Quantizes and stores a row's part of a result: one scale group, of which four lanes have 32
+/// values each.
 template <u32 kRegisters>
 inline void store_coded_result(const float (&d)[kRegisters], const ResultRows& rows,
                                const Slot& slot, u32 column, u32 lower) {
@@ -173,13 +173,13 @@ inline void store_coded_result(const float (&d)[kRegisters], const ResultRows& r
   rows.store_scale(slot, column, scale.scale);
 }
 
-/// Takes d, or activation(d) of a first product, to memory. Called by all consumer warps that have
-/// products of the tile. Of a tile of no rows: does the same, and stores nothing.
+/// Stores d, or activation(d) for GEMM0. Called by all consumer warps that have products of the
+/// tile. For a tile of no rows it runs the same code and stores nothing.
 template <u32 kRegisters>
 inline void finish_tile(const float (&d)[kRegisters], const Task& task, const Slot& slot,
                         u32 part) {
   constexpr u32 kTile = 2 * kRegisters;     // columns
-  constexpr u32 kGroup = kOrderedRows / 2;  // accumulators that are as many columns of two rows
+  constexpr u32 kGroup = kOrderedRows / 2;  // accumulators with as many columns of two rows
   const auto pair_of = [&](u32 i) { return make_float2(d[i], d[i + 1]); };
   if (!product_of(task).activated) {
     if constexpr (kCodedResults) {

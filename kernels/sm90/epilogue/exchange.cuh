@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Four lanes that have columns of the same rows exchange them, so that each has eight columns next
-// to each other: one store. May not know: what the columns are of, and where they go.
+// Four lanes that have columns of the same rows exchange them, so that each has eight adjacent
+// columns: one store. Must not depend on: the meaning of columns, and where they go.
 #pragma once
 
 #include "kernels/sm90/block/config.cuh"
@@ -12,8 +12,8 @@ namespace moeos::sm90 {
 inline constexpr u32 kLowHalves = 0x5410U;
 inline constexpr u32 kHighHalves = 0x7632U;
 
-/// The eight columns of one of four eights, whose columns 2l + {0, 1} (l = lane % 4) are the four
-/// words of each lane.
+/// The eight columns of one of four eights, where each lane's four words have columns 2l + {0, 1}
+/// (l = lane % 4) of the four eights.
 inline uint4 eight_columns(u32 (&words)[4]) {
   const bool odd = (Machine::lane() & 1) != 0;
   const bool high = (Machine::lane() & 2) != 0;
@@ -29,7 +29,7 @@ inline uint4 eight_columns(u32 (&words)[4]) {
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-/// The eight columns of one of four eights, whose columns l and l + 4 are the words of each lane.
+/// The eight columns of one of four eights, where each lane's words have columns l and l + 4.
 inline uint4 eight_of_halves(u32 (&words)[4]) {
   eight_columns(words);
   return make_uint4(permute_bytes(words[0], words[1], kLowHalves),
@@ -38,7 +38,8 @@ inline uint4 eight_of_halves(u32 (&words)[4]) {
                     permute_bytes(words[2], words[3], kHighHalves));
 }
 
-/// Its inverse, of eight columns: words that have columns l and l + 4 of four eights.
+/// The inverse of eight_of_halves: from eight columns, words that have columns l and l + 4 of four
+/// eights.
 inline void halves_of_eight(u32 (&words)[4], const uint4& eight) {
   words[0] = permute_bytes(eight.x, eight.z, kLowHalves);
   words[1] = permute_bytes(eight.x, eight.z, kHighHalves);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where a part's results go, and how: rows between two products, among the owners' results, this
-// rank's own, and the weights of shared results.
+// Where a part's results go, and how: rows between two products, the owners' results, this rank's
+// own results, and the weights of shared results.
 //
-// May not know: what results are made of; who owns a row; flags.
+// Must not depend on: how results are computed; the owner of a row; flags.
 #pragma once
 
 #include "kernels/sm90/block/accumulators.cuh"
@@ -16,8 +16,8 @@
 
 namespace moeos::sm90 {
 
-/// The fetch warp: where the rows of each of a tile's segments go, in the intermediate buffer or
-/// among their owners' results.
+/// The fetch warp: finds where the rows of each of a tile's segments go, in the buffer between the
+/// products or among their owners' results.
 inline void find_results(const RankArguments& arguments, const Rank<Machine>& rank,
                          const Task& task, Slot& slot) {
   const u32 lane = Machine::lane();
@@ -41,8 +41,8 @@ inline void find_results(const RankArguments& arguments, const Rank<Machine>& ra
 }
 
 /// Where a row of a tile's result goes, as a number: its segment, and its row there; kNowhere: it
-/// is padding. Of a first product all rows are one segment, and padding is stored, too: the second
-/// one reads it, and must not read uninitialised memory.
+/// is padding. For GEMM0 all rows are one segment, and padding is stored, too: GEMM1 reads it, and
+/// must not read uninitialised memory.
 inline constexpr u32 kNowhere = 0xFFFF;
 static_assert(Geometry::kMaxSegments * kTileRows < kNowhere);
 inline u32 result_place(const Task& task, u32 row) {
@@ -62,13 +62,13 @@ inline u32 result_place(const Task& task, u32 row) {
   }
   return kNowhere;
 }
-/// And as an address; of kNowhere one that nobody stores to.
+/// The row as an address; for kNowhere an address that is never stored to.
 inline u8* result_row(const Slot& slot, u32 place, u32 row_bytes) {
   return slot.results[place / kTileRows % Geometry::kMaxSegments] +
          u64{place % kTileRows} * row_bytes;
 }
 
-/// A first product's row between the products: where it lies, and whether it is stored.
+/// A row of GEMM0 between the products: where it lies, and whether it is stored.
 struct RowBetween {
   u8* to;
   bool stored;
@@ -85,10 +85,11 @@ inline RowBetween row_between(const Task& task, const Slot& slot, u32 row, u32 r
   return {result_row(slot, place, row_bytes), place != kNowhere};
 }
 
-/// Rows of the second product's results that a thread stores for one half of its accumulators. Of a
-/// world of one rank: the accumulators' own. Where results go over links: that and its neighbour's,
-/// the lane with the next or the last row. Such two exchange halves, so that eight lanes together
-/// store 128 bytes of one row, a cache line: links carry that faster than 64 bytes of each of two.
+/// Rows of GEMM1's results that a thread stores for one half of its accumulators. In a world of one
+/// rank: the accumulators' own row. Where results go over links: this row and its neighbour's, in
+/// the lane with the next or the previous row. Two such lanes exchange halves, so that eight lanes
+/// together store 128 bytes of one row, a cache line: links carry that faster than 64 bytes of each
+/// of two rows.
 class ResultRows {
  public:
   ResultRows(const Task& task, u32 lower) {
@@ -96,20 +97,20 @@ class ResultRows {
     first_ = result_place(task, kWholeLines ? own & ~1U : own);
     second_ = kWholeLines ? result_place(task, own | 1U) : first_;
     if constexpr (kWholeLines) {
-      __syncwarp();  // lanes that have come apart above would be slow to exchange
+      __syncwarp();  // lanes that have diverged above would be slow to exchange
     }
   }
 
   /// Stores this thread's results: eight columns from `column`, a multiple of 2 kOrderedRows, plus
-  /// ordered_column(0) on, and eight kOrderedRows further; or what it has for them in exchange. By
-  /// a whole warp.
+  /// ordered_column(0) on, and eight kOrderedRows further; or what it gets in exchange. By a whole
+  /// warp.
   void store(const Slot& slot, u32 column, uint4 first, uint4 second) const {
     store_halves<kOrderedRows, 2, kGeometry.row_bytes>(slot, column + ordered_column(0), first,
                                                        second);
   }
 
-  /// The same of the codes of a group, of which a thread has eight columns in each 32, side by side
-  /// with those of three lanes. Two lanes exchange halves first, so that each has 16 side by side.
+  /// Stores the codes of a group, of which a thread has eight columns in each 32, next to those of
+  /// three lanes. Two lanes first exchange halves, so that each has 16 adjacent columns.
   void store_codes(const Slot& slot, u32 column, const uint2 (&codes)[4]) const {
     const u32 odd = Machine::lane() % 2;
     uint4 both[2];
@@ -126,7 +127,7 @@ class ResultRows {
         slot, column + kOrderedRows * odd + Machine::lane() % 4 / 2 * 16, both[0], both[1]);
   }
 
-  /// And their scale.
+  /// Stores the scale of those codes.
   void store_scale(const Slot& slot, u32 column, float scale) const {
     const u32 place = kWholeLines && has_odd_row() ? second_ : first_;
     store_number(place != kNowhere && Machine::lane() % 4 == 0,
@@ -141,8 +142,8 @@ class ResultRows {
 
   static bool has_odd_row() { return (Machine::lane() & kNeighbour) != 0; }
 
-  /// Stores 16 bytes from `first_column` on, and 16 that lie kApart columns further, or what there
-  /// is for them in exchange. kSize: bytes of a column.
+  /// Stores 16 bytes from `first_column` on, and 16 that lie kApart columns further, or what is
+  /// exchanged for them. kSize: bytes of a column.
   template <u32 kApart, u32 kSize, u32 kRowBytes>
   void store_halves(const Slot& slot, u32 first_column, uint4 first, uint4 second) const {
     u32 second_column = first_column + kApart;
@@ -168,8 +169,8 @@ class ResultRows {
   u32 second_;
 };
 
-/// A sigmoid of the first column of d, by which each token's shared result is weighted. Its
-/// weights' rows lie in their own order in a stage, so this is d's first column, too.
+/// Stores a sigmoid of the first column of d, by which each token's shared result is weighted. The
+/// gate's rows lie in their own order in a stage, and its first row is d's first column, too.
 template <u32 kRegisters>
 inline void store_weights(const float (&d)[kRegisters], const Task& task, const Slot& slot) {
   float* weights = reinterpret_cast<float*>(slot.results[1]);

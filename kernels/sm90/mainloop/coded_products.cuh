@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The consumers' loop over the stages of a part whose rows and weights are codes: FP8 by FP8.
+// The consumers' loop over the stages of a part whose rows and weights are quantized to 8 bits: FP8
+// by FP8 (W8A8).
 //
-// Tensor cores add up products of codes with fewer digits than fp32 has, so they add those of one
-// scale group alone (DeepSeek-V3, arXiv:2412.19437, section 3.3.2). The consumers add its sums,
-// times the scales of its row and of its weights, to d. While one warpgroup does so, the other one
-// multiplies. Scales are read from memory, a step before they are used: those of a row lie behind
-// its codes (kernels/element_formats.hpp). May not know: where results go.
+// Tensor cores add up products of FP8 codes with fewer digits than fp32 has, so they add up only
+// one scale group at a time (DeepSeek-V3, arXiv:2412.19437, section 3.3.2). The consumers add its
+// sums, times the scales of its row and of its weights, to d. While one warpgroup does so, the
+// other one multiplies. Scales are read from memory, a step before they are used: a row's scales
+// lie after its codes (kernels/element_formats.hpp). Must not depend on: where results go.
 #pragma once
 
 #include "kernels/sm90/block/accumulators.cuh"
@@ -18,7 +19,8 @@ namespace moeos::sm90 {
 
 inline constexpr u32 kCodedSums = kNarrowColumns / 2;  // of a thread
 
-/// A row of a tile: where its codes begin. Of one beyond the tile's rows: where others do.
+/// Where the codes of a tile's row begin. For a row beyond the tile's rows: where another row's
+/// begin.
 inline const u8* coded_row(const RankArguments& arguments, const Task& task, u32 row) {
   if (task.from == RowsIn::between) {
     const u32 nth = task.first_result + minimum(row, u32{task.padded_rows} - 1);
@@ -39,8 +41,8 @@ inline const u8* coded_row(const RankArguments& arguments, const Task& task, u32
   return arguments.heap + layout.row_at(index);
 }
 
-/// Scales of a thread's two rows, and of the two halves of its part's columns, which may be those
-/// of two matrices or of two blocks. `kBoxes`: of codes along the depth in a stage.
+/// Scales of a thread's two rows, and of the two halves of its part's columns, which may belong to
+/// two matrices or to two blocks. `kBoxes`: boxes of codes along the depth in a stage.
 template <const Product& kProduct, u32 kBoxes>
 class PartScales {
  public:
@@ -60,7 +62,7 @@ class PartScales {
     for (u32 half = 0; half < 2; ++half) {
       const u32 matrix = kMatrices * task.local_expert + (kMatrices == 2 ? half : 0);
       const u32 column = first + (kMatrices == 2 ? 0 : half * kNarrowColumns / 2);
-      // A part may reach beyond its matrix. Results of such columns are nobody's.
+      // A part may reach beyond its matrix. Results of such columns are discarded.
       const u32 row = scale_row(kFormat, minimum(column, kProduct.columns - 1));
       weights_[half] = scales + (u64{matrix} * scale_rows(kFormat, kProduct.columns) + row) *
                                     scales_of_row(kFormat, kProduct.depth);
@@ -68,9 +70,9 @@ class PartScales {
     load(0);
   }
 
-  /// Asks for the scales of a step. Those of rows have been acquired with the part, as the rows
-  /// have: by the fetch warp, whose slot barrier brings them to this one. Beyond the row: any, of
-  /// codes that are zeros.
+  /// Asks for the scales of a step. Rows' scales have been acquired with the part, as the rows
+  /// have: by the fetch warp, whose slot barrier passes them on to this warp. Beyond the row: any
+  /// scales, for codes that are zeros.
   void load(u32 step) {
 #pragma unroll
     for (u32 box = 0; box < kBoxes; ++box) {
@@ -121,7 +123,7 @@ class PartScales {
   float of_weights_[2][kBoxes];
 };
 
-/// sums = the products of one group, out of a stage's rows and columns.
+/// sums = the products of one group, from a stage's rows and columns.
 template <u32 kGroup>
 inline void multiply_group(float (&sums)[kCodedSums], const u8* rows, const u8* columns) {
   constexpr u32 kInstructionBytes = 32;
@@ -132,8 +134,8 @@ inline void multiply_group(float (&sums)[kCodedSums], const u8* rows, const u8* 
   }
 }
 
-/// d += the warpgroup's 64 rows of a tile times a part's weights. `kBoxes`: as above; more than one
-/// of a narrow tile.
+/// d += the warpgroup's 64 rows of a tile times a part's weights. `kBoxes`: as in PartScales; more
+/// than one for a narrow tile.
 template <const Product& kProduct, u32 kBoxes>
 inline void multiply_coded(float (&d)[kCodedSums], const RankArguments& arguments, const Task& task,
                            u32 part, u32 group, Shared& shared, RingPosition<kStages>& stage) {
@@ -171,8 +173,8 @@ inline void multiply_coded(float (&d)[kCodedSums], const RankArguments& argument
   }
 }
 
-/// What a thread's sums are times the scales of their columns, where each column has one, and plus
-/// their biases: start_accumulators has begun with none then.
+/// Multiplies a thread's sums by the scales of their columns, where each column has one, and adds
+/// their biases: then start_accumulators has begun without biases.
 template <const Product& kProduct>
 inline void scale_channels(float (&d)[kCodedSums], const RankArguments& arguments, const Task& task,
                            u32 part) {

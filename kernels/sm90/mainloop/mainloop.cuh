@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The consumers' loop over the stages of a part: d += rows * weights^T.
 //
-// It meets the load warp at the stages' barriers alone. May not know: which product it is; where
-// results go.
+// It meets the load warp only at the stages' barriers. Must not depend on: which product it
+// computes; where results go.
 #pragma once
 
 #include "kernels/sm90/block/block.cuh"
@@ -10,10 +10,10 @@
 
 namespace moeos::sm90 {
 
-/// Which way experts' weights lie in a stage.
+/// The major order of experts' weights in a stage.
 inline constexpr Major kWeightsMajor = kTransposed ? Major::columns : Major::depth;
 
-/// One K-step of 16 elements out of a stage, whose rows and columns begin at `rows` and `columns`.
+/// One K-step of 16 elements from a stage, whose rows and columns begin at `rows` and `columns`.
 template <Major kOfColumns = Major::depth, u32 kRegisters>
 inline void multiply(float (&d)[kRegisters], const u8* rows, const u8* columns, u32 k) {
   constexpr u32 kInstructionBytes = 32;  // 16 elements
@@ -27,12 +27,12 @@ inline void multiply(float (&d)[kRegisters], const u8* rows, const u8* columns, 
   }
 }
 
-/// What prepares operands that land as they are multiplied.
+/// The preparation of operands that land ready to be multiplied.
 inline constexpr auto kAsLanded = [](const Stage&, u32) {};
 
 /// One consumer warpgroup: runs over all steps of a part. prepare(stage, step) makes operands of
 /// what has landed. issue(stage) adds a step's products to d, and its operands are released a step
-/// later, when they have been used. `shared`: what has the stages and their barriers.
+/// later, when they have been used. `shared`: has the stages and their barriers.
 template <u32 kRegisters, class Stages, class Prepare, class Issue>
 inline void for_each_step(float (&d)[kRegisters], u32 steps, Stages& shared,
                           RingPosition<kStages>& stage, Prepare prepare, Issue issue) {
@@ -57,7 +57,8 @@ inline void for_each_step(float (&d)[kRegisters], u32 steps, Stages& shared,
   }
 }
 
-/// d += the warpgroup's 64 rows of the tile times the part's weights, all of a tile's or half.
+/// d += the warpgroup's 64 rows of the tile times the part's weights, a whole tile's or half of
+/// them.
 template <u32 kRegisters, class Prepare>
 inline void multiply_tile(float (&d)[kRegisters], u32 steps, u32 group, Shared& shared,
                           RingPosition<kStages>& stage, Prepare prepare) {

@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// The consumers' loop over the stages of a part whose rows are codes of 8 bits and whose weights
-// are codes of 4: tokens are the columns of its products, and rows of weights the rows.
+// The consumers' loop over the stages of a part whose rows are quantized to 8 bits and whose
+// weights are quantized to 4 (W4A8): tokens are the columns of its products, and rows of weights
+// the rows.
 //
-// So wgmma takes weights out of registers, where each thread makes e4m3 codes of its own: all
-// numbers of 4 bits have one. Each warpgroup has half of the part's weights and all of its tokens,
-// 64 at a time, or 16 where there are no more: adding up takes instructions for each column. A
-// thread's weights are of two rows, hence of two scales. Their products are added up in fp32, scale
-// by scale: a weight's once for 32 or 16 columns, a token's once for its group. Scales of tokens, a
-// column each, pass through Route's memory. So do sums, in the end: from there each warpgroup takes
-// the tokens that are its rows in every other tile, and the epilogue is the same. May not know:
-// where results go.
+// So wgmma takes weights from registers, where each thread makes e4m3 codes of its own codes: every
+// value of 4 bits has one. Each warpgroup has half of the part's weights and all of its tokens, 64
+// at a time, or 16 if there are no more: adding up takes instructions for each column. A thread's
+// weights belong to two rows, hence to two scales. Their products are added up in fp32, scale by
+// scale: a weight's scale is applied once for 32 or 16 columns, a token's once for its group.
+// Scales of tokens, one a column, pass through Route's memory. So do sums, in the end: each
+// warpgroup then takes from there the tokens that are its rows in every other tile, so that the
+// epilogue is common. Must not depend on: where results go.
 #pragma once
 
 #include "kernels/sm90/mainloop/coded_products.cuh"
@@ -18,14 +19,14 @@
 namespace moeos::sm90 {
 
 inline constexpr u32 kColumnTokens = kConsumerRows;  // of a product, at most
-inline constexpr u32 kFewTokens = 16;                // or so many
+inline constexpr u32 kFewTokens = 16;                // or this many
 inline constexpr u32 kColumnHalves = kTileRows / kColumnTokens;
-inline constexpr u32 kColumnWeights = kConsumerRows;   // rows of a warpgroup's
+inline constexpr u32 kColumnWeights = kConsumerRows;   // rows of a warpgroup's weights
 inline constexpr u32 kColumnSums = kColumnTokens / 2;  // of a thread
 inline constexpr u32 kProductCodes = 32;               // along the depth
 inline constexpr u32 kWeightsOfScale = scale_columns(kFormat, kShape.hidden);
-/// Whether scales, which are powers of two, may be put into codes: where those of 128 columns of a
-/// row are not far apart. Then what is added up has one scale.
+/// Whether scales, which are powers of two, may be folded into codes: where the scales of 128
+/// columns of a row are not far apart. Then what is added up has one scale.
 inline constexpr bool kFoldsScales = kFormat == WeightFormat::mxfp4;
 static_assert(!kTokensAreColumns ||
               (kProductCodes % kWeightsOfScale == 0 && 2 * kColumnWeights == kTileColumns));
@@ -36,21 +37,21 @@ inline u32 first_weight_row() {
   return thread / 32 % 4 * kWarpRows + thread % 32 / 4;
 }
 
-/// The e4m3 codes of magnitudes of e2m1, 0, 0.5, 1, 1.5, 2, 3, 4 and 6, times a power of two.
+/// The e4m3 codes of the magnitudes of e2m1, 0, 0.5, 1, 1.5, 2, 3, 4 and 6, times a power of two.
 struct Magnitudes {
   u32 low = 0x3C383000U;
   u32 high = 0x4C484440U;
 
-  /// Times 2^(nth - 5), of which e4m3 has all up to kPowers - 1.
+  /// Magnitudes times 2^(nth - 5); e4m3 represents all up to kPowers - 1.
   static constexpr u32 kPowers = 12;
   static Magnitudes times_power(u32 nth) {
     return {0x14100800U + nth * 0x08080800U, 0x24201C18U + nth * 0x08080808U};
   }
 };
 
-/// The e4m3 codes of four 4-bit ones, which are the lower 16 bits; others may be anything.
+/// The e4m3 codes of four 4-bit ones, which are the lower 16 bits; other bits may be anything.
 inline u32 e4m3_of(u32 codes, const Magnitudes& magnitudes) {
-  // Bytes whose first bit is set: permute_bytes fills those that the codes' own first bits choose.
+  // Bytes whose first bit is set: permute_bytes fills bytes that the codes' own first bits choose.
   constexpr u32 kSigned = 0x80808080U;
   if constexpr (kFormat == WeightFormat::int4_group32) {
     const u32 other = codes ^ 0x8888U;  // whose first bit means: below zero
@@ -64,8 +65,8 @@ inline u32 e4m3_of(u32 codes, const Magnitudes& magnitudes) {
 }
 
 /// A thread's scales in the steps of a part: those of its two rows of weights, of which each of
-/// four lanes keeps a quarter, and one of a token's, for all others. `kColumns`: tokens of the
-/// tile; `kBoxes`: of codes along the depth in a stage.
+/// four lanes keeps a quarter, and one scale of a token, for all other threads. `kColumns`: tokens
+/// of the tile; `kBoxes`: boxes of codes along the depth in a stage.
 template <const Product& kProduct, u32 kColumns, u32 kBoxes>
 class ColumnScales {
  public:
@@ -88,8 +89,8 @@ class ColumnScales {
     load(0);
   }
 
-  /// Asks for the scales of a step. Beyond the row: any, of codes that are zeros. Those of rows
-  /// have been acquired with the part, as the rows have (PartScales::load).
+  /// Asks for the scales of a step. Beyond the row: any scales, for codes that are zeros. Rows'
+  /// scales have been acquired with the part, as the rows have (PartScales::load).
   void load(u32 step) {
 #pragma unroll
     for (u32 box = 0; box < kBoxes; ++box) {
@@ -107,15 +108,15 @@ class ColumnScales {
     of_token_ = tokens_[minimum(step * kBoxes * kGroups + nth, kProduct.depth / kGroup - 1)];
   }
 
-  /// Tells all consumers the one of a token: group by group of the step, token by token.
+  /// Passes its token's scale to all consumers: group by group of the step, token by token.
   void publish(float* all) const {
     if (thread() < kColumns * kBoxes * kGroups) {
       all[thread()] = of_token_;
     }
   }
 
-  /// Of mxfp4: finds the largest scale of each row in each box. Which boxes of its warp's rows have
-  /// others that are too small to fold, or are NaN, in bits. By all lanes.
+  /// For mxfp4: finds the largest scale of each row in each box. Returns a bit for each box in
+  /// which its warp's rows have scales that are too small to fold, or are NaN. By all lanes.
   u32 find_largest() {
     u32 misfits = 0;
 #pragma unroll
@@ -134,7 +135,8 @@ class ColumnScales {
     }
     return misfits;
   }
-  /// A row's codes of the `nth` 32 columns of a box, by its largest scale there; and that.
+  /// A row's magnitudes for the `nth` 32 columns of a box, relative to its largest scale there; and
+  /// that scale.
   Magnitudes folded(u32 lower, u32 box, u32 nth) const {
     const u32 lane = Machine::lane() / 4 * 4 + nth;
     const u32 scale = __shfl_sync(~0U, of_weights_[lower][box], static_cast<int>(lane));
@@ -144,7 +146,7 @@ class ColumnScales {
     return __uint_as_float((largest_[lower][box] - (Magnitudes::kPowers - 6)) << 23);
   }
 
-  /// Of one of the two rows, for the `nth` piece of a box that has a scale of its own.
+  /// The scale of one of the two rows for the `nth` piece of a box that has a scale of its own.
   float of_weights(u32 lower, u32 box, u32 nth) const {
     const u32 stored = of_weights_[lower][box * kOfLane + nth % kOfLane];
     const u32 lane = Machine::lane() / 4 * 4 + nth / kOfLane;
@@ -153,7 +155,7 @@ class ColumnScales {
 
  private:
   static constexpr u32 kOfLane = kCodedDepth / kWeightsOfScale / 4;  // of a row in a box
-  static constexpr u32 kLeastLargest = Magnitudes::kPowers - 5;      // so that none is subnormal
+  static constexpr u32 kLeastLargest = Magnitudes::kPowers - 5;      // so that no code is subnormal
   static_assert(kColumns * kBoxes * kGroups <= kConsumerThreads);
   static_assert(part_columns(kProduct, kTileColumns) % kWarpRows == 0);
   static u32 thread() { return of_part(threadIdx.x - kFirstConsumerWarp * 32); }
@@ -166,8 +168,8 @@ class ColumnScales {
   u32 largest_[2][kBoxes];  // where scales are folded
 };
 
-/// A thread's codes of `nth` 32 columns of a box, as rows of a product. `row`: its first one, which
-/// TMA has swizzled within 128 bytes.
+/// A thread's codes for the `nth` 32 columns of a box, as rows of a product. `row`: its first row,
+/// which TMA has swizzled within 128 bytes.
 inline void decode_codes(u32 (&codes)[4], const u8* row, u32 nth, u32 turn,
                          const Magnitudes (&of_rows)[2]) {
   constexpr u32 kBytes = kProductCodes / 2;
@@ -179,8 +181,9 @@ inline void decode_codes(u32 (&codes)[4], const u8* row, u32 nth, u32 turn,
   }
 }
 
-/// d += such products of a box whose scales are folded into codes: tensor cores add up a token's
-/// group. `sums`: of theirs, and `published`: scales of tokens, as below.
+/// d += the products of a box whose scales are folded into codes: tensor cores add up a token's
+/// group. `sums`: accumulators of the group; `published`: scales of tokens, as in
+/// multiply_by_columns.
 template <u32 kHalves, u32 kTokens, class Scales>
 inline void multiply_folded(float (&d)[kColumnHalves][kColumnSums], float (&sums)[kTokens / 2],
                             const Scales& scales, const Stage& from, const u8* codes,
@@ -236,8 +239,8 @@ inline void multiply_folded(float (&d)[kColumnHalves][kColumnSums], float (&sums
   }
 }
 
-/// d += the warpgroup's 64 rows of a part's weights times a tile's tokens. `kHalves`: of a tile, of
-/// 64 tokens each; `kTokens`: of a product.
+/// d += the warpgroup's 64 rows of a part's weights times a tile's tokens. `kHalves`: halves of a
+/// tile, of 64 tokens each; `kTokens`: tokens of a product.
 template <const Product& kProduct, u32 kHalves, u32 kTokens = kColumnTokens>
 inline void multiply_by_columns(float (&d)[kColumnHalves][kColumnSums],
                                 const RankArguments& arguments, const Task& task, u32 part,
@@ -249,7 +252,7 @@ inline void multiply_by_columns(float (&d)[kColumnHalves][kColumnSums],
   constexpr u32 kProducts = kCodedDepth / kProductCodes;    // in a box
   constexpr u32 kPieces = kProductCodes / kWeightsOfScale;  // of a product
   constexpr u32 kOfGroup = kProducts / Scales::kGroups;
-  // Of few tokens several products run together: each would wait for tensor cores longer than it
+  // With few tokens several products run together: each would wait for tensor cores longer than it
   // uses them.
   constexpr u32 kAtOnce = minimum(kOfGroup * kPieces, kColumnSums / kSums);
   const u32 steps = steps_of(task);
@@ -262,11 +265,11 @@ inline void multiply_by_columns(float (&d)[kColumnHalves][kColumnSums],
   const u32 turn = row / (kSwizzleBytes / kCodedRowBytes) % kProducts;
   float sums[kAtOnce][kSums] = {};
   auto* const misfits = reinterpret_cast<u32*>(of_tokens + 2 * kConsumerThreads);
-  // Others may still read what Route has there.
+  // Other warps may still read what Route has there.
   named_barrier(kConsumersBarrier, kConsumerThreads);
 #pragma unroll 1
   for (u32 step = 0; step < steps; ++step, stage.advance()) {
-    // Two places by turns: who writes one has met all that read it before, a step ago.
+    // Two buffers by turns: the thread that writes one has met all that read it before, a step ago.
     float* const published = of_tokens + step % 2 * kConsumerThreads;
     scales.publish(published);
     u32* const of_warps = misfits + step % 2 * kConsumerWarps;
@@ -319,7 +322,8 @@ inline void multiply_by_columns(float (&d)[kColumnHalves][kColumnSums],
             u32 rows[kAtOnce][4];
 #pragma unroll
             for (u32 nth_sum = 0; nth_sum < kAtOnce; ++nth_sum) {
-              // A scale of 16 columns has two of the four registers; the others' are another's.
+              // A scale of 16 columns applies to two of the four registers; the others have another
+              // scale.
               const u32 piece = (first + nth_sum) % kPieces;
 #pragma unroll
               for (u32 i = 0; i < 4; ++i) {
@@ -370,7 +374,7 @@ inline void multiply_by_columns(float (&d)[kColumnHalves][kColumnSums],
   }
 }
 
-/// The same of a narrow tile.
+/// multiply_by_columns for a narrow tile.
 template <const Product& kProduct>
 inline void multiply_narrow_columns(float (&d)[kColumnHalves][kColumnSums],
                                     const RankArguments& arguments, const Task& task, u32 part,
@@ -382,15 +386,15 @@ inline void multiply_narrow_columns(float (&d)[kColumnHalves][kColumnSums],
   }
 }
 
-/// Where the sum of a token and a row of weights lies on its way, of 64 by 64. Neither those that
-/// a warp writes together nor those that it reads lie in one bank.
+/// Where the sum of a token and a row of weights lies on its way, in 64 by 64. Neither the sums
+/// that a warp writes together nor those that it reads share a bank.
 inline u32 place_of_sum(u32 token, u32 row) {
   return token * kColumnWeights + (row ^ (token / 2 + token % 2 * 2) % 4 * 8);
 }
 
-/// Hands what both warpgroups have multiplied to those whose rows they are, as accumulators.cuh has
-/// them; `to` begins as zeros. By all consumers, of a tile of so many rows. Of none: a warp that
-/// rehearses has no others to meet.
+/// Hands the sums of both warpgroups to the warpgroup whose rows they are, in the layout of
+/// accumulators.cuh; `to` begins as zeros. By all consumers, for a tile of `rows` rows. With 0
+/// rows: a warp that rehearses has no others to meet.
 template <u32 kHalves>
 inline void exchange_sums(float (&to)[kCodedSums], const float (&d)[kHalves][kColumnSums], u32 rows,
                           u32 group, Shared& shared) {

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The consumers' loop over the stages of a narrow tile whose weights are codes of 4 bits and whose
-// rows are numbers: each lane decodes its own operands of products.
+// The consumers' loop over the stages of a narrow tile whose weights are quantized to 4 bits and
+// whose rows are plain (W4A16): each lane dequantizes its own operands.
 //
 // Nothing is written back to the stages, and no warp waits for another one. Each of eight warps has
-// 16 of the part's 128 weights, as rows of its products, and all of the tile's tokens as their
-// columns, eight at a time. A stage is used for a short time then, so more of them are on their
-// way. Sums are added up in the order that other tiles have. May not know: where results go.
+// 16 of the part's 128 weight rows, as rows of its products, and all of the tile's tokens as their
+// columns, eight at a time. Since a stage is used only briefly, more stages are under way. Sums are
+// added up in the order of other tiles. Must not depend on: where results go.
 #pragma once
 
 #include "kernels/sm90/block/accumulators.cuh"
@@ -15,12 +15,13 @@
 
 namespace moeos::sm90 {
 
-inline constexpr u32 kLaneColumns = 32;  // of two products, whose codes a lane decodes together
+inline constexpr u32 kLaneColumns = 32;  // columns of two products, whose codes a lane dequantizes
+                                         // together
 inline constexpr u32 kProductTokens = 8;
 
-/// A lane's scales of its two rows of weights. Four lanes have the same rows: each keeps those of
-/// one of four steps, and tells the others. So a lane asks for scales in one step of four.
-/// `kBoxes`: of a step.
+/// A lane's scales of its two rows of weights. Four lanes have the same rows: each keeps the scales
+/// of one of four steps, and passes them to the others. So a lane asks for scales in one step of
+/// four. `kBoxes`: boxes of a step.
 template <u32 kBoxes>
 class LaneScales {
  public:
@@ -30,7 +31,7 @@ class LaneScales {
   static constexpr u32 kOfStep = maximum(1U, kBoxes* kTileDepth / kColumns);  // of a row
   static constexpr u32 kWords = ceil_div(kOfStep * kBytes, 4U);
 
-  /// `place`: of the first row in a stage.
+  /// `place`: index of the first row in a stage.
   LaneScales(const RankArguments& arguments, const Task& task, u32 part, u32 place, u32 lane)
       : lane_(lane) {
     const Product product = product_of(task);
@@ -47,7 +48,7 @@ class LaneScales {
     }
   }
 
-  /// Asks for those of the next four steps. Beyond the row: zeros.
+  /// Asks for the scales of the next four steps. Beyond the row: zeros.
   void ask() {
 #pragma unroll
     for (u32 lower = 0; lower < 2; ++lower) {
@@ -60,8 +61,8 @@ class LaneScales {
     }
     left_ -= static_cast<i32>(kSteps * kOfStep);
   }
-  /// The steps begin for which they were asked. Before the first one, too: else each register would
-  /// have to keep what it had, through all parts.
+  /// Takes the scales that were asked for, when their steps begin. Also before the first step:
+  /// otherwise each register would have to keep its old value through all parts.
   void take() {
 #pragma unroll
     for (u32 lower = 0; lower < 2; ++lower) {
@@ -75,7 +76,7 @@ class LaneScales {
       }
     }
   }
-  /// A step begins. By all lanes.
+  /// Distributes a step's scales when the step begins. By all lanes.
   void begin(u32 step) {
     const u32 lane = lane_ / 4 * 4 + step % kSteps;
 #pragma unroll
@@ -87,7 +88,7 @@ class LaneScales {
     }
   }
 
-  /// Whether the warp's in this step are small. By all lanes.
+  /// Whether the warp's scales in this step are all small. By all lanes.
   bool are_all_small() const {
     u32 all = 0;
 #pragma unroll
@@ -96,7 +97,7 @@ class LaneScales {
     }
     return kFormat != WeightFormat::mxfp4 || Machine::ballot(!are_small(all)) == 0;
   }
-  /// The `nth` of a row's in the step.
+  /// The `nth` scale of a row in the step.
   template <bool kSmall>
   CodeScale<kSmall> of(u32 lower, u32 nth) const {
     const u32 at = nth * kBytes;
@@ -107,7 +108,7 @@ class LaneScales {
  private:
   u32 lane_;
   const u8* next_[2];
-  i32 left_;  // of a row, from there on
+  i32 left_;  // scales of a row, from there on
   float of_matrix_ = 1.0F;
   u32 asked_[2][kOfStep];
   u32 kept_[2][kWords];
@@ -118,7 +119,8 @@ class LaneScales {
 struct LaneCodes {
   uint4 of[2];
 
-  /// The `nth` ones of a step of `kBoxes` boxes. `place`: of the first row in the stage.
+  /// Reads 32 columns' codes, the `nth` of a step of `kBoxes` boxes. `place`: index of the first
+  /// row in the stage.
   template <u32 kBoxes>
   static LaneCodes read(const Stage& stage, u32 place, u32 nth) {
     constexpr u32 kRowBytes = kBoxes == kDeepDepth ? kSwizzleBytes : kCodeBytes;
@@ -135,16 +137,16 @@ struct LaneCodes {
   }
 };
 
-/// A warp's products of 32 columns: 16 rows of weights.
+/// A warp's operands for 32 columns: 16 rows of weights.
 struct WarpWeights {
   u32 of[kLaneColumns / 16][4];
 
-  /// `nth`: of the step's 32 columns.
+  /// `nth`: which 32 columns of the step.
   template <bool kSmall, u32 kBoxes>
   static WarpWeights make(const LaneCodes& codes, u32 lane, const LaneScales<kBoxes>& scales,
                           u32 nth) {
     constexpr u32 kScales = kLaneColumns / minimum(LaneScales<kBoxes>::kColumns, kLaneColumns);
-    const u32 which = lane % 4 * 0x11U + 0x40U;  // a byte of each of two words
+    const u32 which = lane % 4 * 0x11U + 0x40U;  // one byte of each of two words
     WarpWeights made;
 #pragma unroll
     for (u32 lower = 0; lower < 2; ++lower) {
@@ -166,7 +168,7 @@ struct WarpWeights {
   }
 };
 
-/// What a lane's sums start from: the biases of its two rows of weights, or zeros.
+/// The initial values of a lane's sums: the biases of its two rows of weights, or zeros.
 inline void start_rows(float (&d)[kColumnSums], const RankArguments& arguments, const Task& task,
                        u32 part) {
   float values[2] = {};
@@ -188,8 +190,8 @@ inline void start_rows(float (&d)[kColumnSums], const RankArguments& arguments, 
   }
 }
 
-/// d += a warp's products of a step, whose stage it releases. `place`: of the lane's first row in
-/// the stage; `kSmall`: of CodeScale.
+/// d += a warp's products of a step, whose stage it releases. `place`: index of the lane's first
+/// row in the stage; `kSmall`: as for CodeScale.
 template <u32 kTokens, u32 kBoxes, bool kSmall>
 inline void multiply_step(float (&d)[kColumnSums], Shared& shared, u32 index, u32 place, u32 lane,
                           const LaneScales<kBoxes>& scales) {
@@ -201,7 +203,7 @@ inline void multiply_step(float (&d)[kColumnSums], Shared& shared, u32 index, u3
   const u8* const rows = stage.rows + lane % 8 * kSwizzleBytes;
 #pragma unroll
   for (u32 box = 0; box < kBoxes; ++box) {
-    // All of a box at once: reading takes long.
+    // All codes of a box at once: reading takes long.
     const LaneCodes read[kOfBox] = {LaneCodes::read<kBoxes>(stage, place, box * kOfBox),
                                     LaneCodes::read<kBoxes>(stage, place, box * kOfBox + 1)};
 #pragma unroll
@@ -228,12 +230,13 @@ inline void multiply_step(float (&d)[kColumnSums], Shared& shared, u32 index, u3
   }
 }
 
-/// d += a warp's 16 rows of a part's weights times a tile's tokens: fours of eight of them each.
+/// d += a warp's 16 rows of a part's weights times a tile's tokens: four accumulators for eight
+/// tokens.
 template <u32 kTokens, u32 kBoxes>
 inline void multiply_rows_of_warp(float (&d)[kColumnSums], const RankArguments& arguments,
                                   const Task& task, u32 part, Shared& shared,
                                   RingPosition<kStages>& stage) {
-  // Worked out again for each part: there is no register to keep it in.
+  // Computed again for each part: there is no register to keep it in.
   const u32 thread = Machine::opaque(threadIdx.x);
   const u32 lane = thread % 32;
   const u32 place = (thread / 32 - kFirstConsumerWarp) * kWarpRows + lane / 4;
@@ -262,7 +265,7 @@ inline void multiply_rows_of_warp(float (&d)[kColumnSums], const RankArguments& 
   }
 }
 
-/// As exchange_sums, of few rows: sums of both warpgroups have places at once.
+/// exchange_sums for few rows: the sums of both warpgroups have room at once.
 inline void exchange_few_sums(float (&to)[kCodedSums], const float (&d)[kColumnSums], u32 rows,
                               u32 group, Shared& shared) {
   constexpr u32 kSums = kWarpTokens / 2;
@@ -297,7 +300,7 @@ inline void exchange_few_sums(float (&to)[kCodedSums], const float (&d)[kColumnS
   named_barrier(kConsumersBarrier, kConsumerThreads);  // Route may write there
 }
 
-/// The same, of so many tokens as it has.
+/// multiply_rows_of_warp for the number of tokens that the tile has.
 template <u32 kBoxes>
 inline void multiply_rows_by_boxes(float (&d)[kColumnSums], const RankArguments& arguments,
                                    const Task& task, u32 part, Shared& shared,
@@ -311,8 +314,8 @@ inline void multiply_rows_by_boxes(float (&d)[kColumnSums], const RankArguments&
   }
 }
 
-/// d = a narrow tile's 64 rows times its weights, plus biases, as accumulators.cuh has them: of the
-/// warpgroup whose rows they are, by both. `kUsed`: kWeightsInRegisters.
+/// d = a narrow tile's 64 rows times its weights, plus biases, in the layout of accumulators.cuh:
+/// in the warpgroup whose rows they are; by both. `kUsed`: kWeightsInRegisters.
 template <bool kUsed>
 inline void multiply_in_warps(float (&d)[kCodedSums], const RankArguments& arguments,
                               const Task& task, u32 part, u32 group, Shared& shared,
@@ -320,7 +323,7 @@ inline void multiply_in_warps(float (&d)[kCodedSums], const RankArguments& argum
   if constexpr (kUsed) {
     float sums[kColumnSums];
     start_rows(sums, arguments, task, part);
-    // Of other numbers of tokens some are multiplied that nobody sent.
+    // For other numbers of tokens some unused columns are multiplied, too.
     if (!is_deep(task)) {
       multiply_rows_by_boxes<kNarrowDepth>(sums, arguments, task, part, shared, stage);
     } else {

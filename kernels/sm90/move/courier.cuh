@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Dispatch: the courier warp copies tokens' rows through buffers of its own, to memory here or at a
-// peer, beside whatever the rest of its block computes; and rows that have come, to where else
-// their tokens go.
+// peer, while the rest of its block computes; and rows that have come, to other rows of their
+// tokens.
 //
 // In a call of few tokens it has its tokens' rows in the buffers before they are routed
 // (token_dispatch.hpp).
 //
-// Links are slow and far: what keeps them busy is that every block has a few copies under way all
-// the time. A parcel is what one buffer holds: some rows, or a piece of one. Loads run ahead of
-// stores, across the parcels of a part of Dispatch. May not know: flags; who else uses the block.
+// Links are slow and far: they stay busy if every block always has a few copies under way. A parcel
+// is what one buffer holds: some rows, or a piece of one. Loads run ahead of stores, across the
+// parcels of a part of Dispatch. Must not depend on: flags; the other warps of the block.
 #pragma once
 
 #include "kernels/sm90/block/arguments.cuh"
@@ -23,7 +23,7 @@
 
 namespace moeos::sm90 {
 
-// What a parcel is: all of so many rows, or so many bytes of one.
+// The size of a parcel: several whole rows, or a number of bytes of one.
 inline constexpr u32 kPiecesOfRow = ceil_div(kGeometry.sent_bytes, Parcels::kBufferBytes);
 inline constexpr u32 kParcelRows =
     minimum(kGeometry.chunk_rows, maximum(1U, Parcels::kBufferBytes / kGeometry.sent_bytes));
@@ -36,20 +36,21 @@ static_assert(!kAltersRows || kGeometry.dispatch_tokens == 0,
 static_assert(kGeometry.dispatch_tokens * kGeometry.top_k <= Machine::kLanes,
               "a lane looks up one pair of the tokens of a part");
 
-/// Copies rows through the block's parcels. Every function by the whole warp.
+/// Copies rows through the block's parcels. Every function is called by the whole warp.
 class ParcelLine {
  public:
   ParcelLine(const RankArguments& arguments, Shared& shared)
       : arguments_(arguments), shared_(shared) {}
 
   /// Copies a row of `sent_bytes` bytes for each of the first `rows` lanes, from `source` to
-  /// `destination`, a lane its own row's share of each parcel; when it returns, they are stored.
+  /// `destination`; each lane copies its own row's share of each parcel. When it returns, the rows
+  /// are stored.
   void copy(const u8* source, u64 destination, u32 rows) {
     const u32 parcels = parcels_of(rows);
     for (u32 next = 0; next < parcels + kAhead; ++next) {
       if (next < parcels) {
-        // This buffer's parcel before was stored kBuffers - kAhead stores ago, of which the last
-        // may still be read; of the copy before, nothing is.
+        // This buffer's previous parcel was stored kBuffers - kAhead stores ago; only later stores
+        // may still read their buffers, and no store of the copy before does.
         wait_until_read<kBuffers - kAhead - 1>();
         __syncwarp();
         const Part part = part_of(next, rows, Machine::lane());
@@ -64,8 +65,8 @@ class ParcelLine {
     __syncwarp();
   }
 
-  /// Begins to load `rows` rows that lie side by side at `source`, as many as there are buffers
-  /// for. Behind it spread() with the same rows, or drop().
+  /// Begins to load `rows` contiguous rows at `source`, as many as there are buffers for. Must be
+  /// followed by spread() with the same rows, or by drop().
   void begin(const u8* source, u32 rows) {
 #pragma unroll 1
     for (u32 next = 0; next < minimum(kBuffers, parcels_of(rows)); ++next) {
@@ -90,7 +91,8 @@ class ParcelLine {
     __syncwarp();
   }
 
-  /// Waits for what begin() has asked for: nobody may leave shared memory to others before.
+  /// Waits for what begin() has asked for: the block must not leave its shared memory to another
+  /// before.
   void drop(u32 rows) {
 #pragma unroll 1
     for (u32 next = 0; next < minimum(kBuffers, parcels_of(rows)); ++next) {
@@ -101,11 +103,11 @@ class ParcelLine {
 
  private:
   static constexpr u32 kBuffers = Parcels::kBuffers;
-  static constexpr u32 kAhead = kBuffers - 1;  // parcels by which loads are ahead of stores
+  static constexpr u32 kAhead = kBuffers - 1;  // parcels by which loads run ahead of stores
 
   static constexpr u32 parcels_of(u32 rows) { return ceil_div(rows, kParcelRows) * kPiecesOfRow; }
 
-  /// A row's share of a parcel: some of its bytes, or none of a row that is in others.
+  /// A row's share of a parcel: some of its bytes, or none if the row is in other parcels.
   struct Part {
     u32 first_byte;  // of the row
     u32 bytes;
@@ -141,10 +143,10 @@ class ParcelLine {
     }
     loaded_.advance();
   }
-  /// Loads a parcel of rows that lie side by side: all of it at once.
+  /// Loads a parcel of contiguous rows: all of it at once.
   void load_together(u32 parcel, const u8* source, u32 rows) {
     static_assert(kParcelRows == 1 || kParcelBytes == kGeometry.sent_bytes);
-    const Part part = part_of(parcel, rows, 0);  // whose place is the buffer's begin
+    const Part part = part_of(parcel, rows, 0);  // whose place is the buffer's beginning
     expect(part.all_bytes);
     load(part, source + u64{part.first_row} * kGeometry.sent_bytes,
          Machine::lane() == 0 ? part.all_bytes : 0);
@@ -156,7 +158,7 @@ class ParcelLine {
       store_bytes(shared_.parcels.buffers[stored_.index] + part.place,
                   destination + part.first_byte, part.bytes);
     }
-    commit_stores();  // also of lanes without any, so that all count the same groups
+    commit_stores();  // also in lanes without stores, so that all count the same groups
     stored_.advance();
   }
 
@@ -173,7 +175,7 @@ struct Copy {
   u64 destination = 0;
 
   /// Gives the first lanes the copies that are wanted, in their order; returns how many. Where a
-  /// token has a row for each expert, the first lanes have them.
+  /// token has a row for each expert, the first lanes already have them.
   u32 gather() {
     const u32 all = Machine::ballot(wanted);
     if constexpr (!kGeometry.deduplicates_any()) {
@@ -189,13 +191,13 @@ struct Copy {
   }
 };
 
-/// Where the rows lie that are sent of tokens: x, unless Route makes others of it (sent_rows.cuh).
+/// The rows that are sent for tokens: x, unless Route makes others of it (sent_rows.cuh).
 inline const u8* sent_rows(const RankArguments& arguments) {
   return kAltersRows ? arguments.out : arguments.x_rows;
 }
 
-/// The row of this lane in a part of Dispatch, to its peer, or to where rows for a remote one lie
-/// until they are put.
+/// The copy of this lane's row in a part of Dispatch, to its peer, or for a remote peer to the send
+/// buffer.
 inline Copy outgoing_copy(const RankArguments& arguments, const Rank<Machine>& rank,
                           const Call& call, const CourierPart& part) {
   const RoutingMap map(kGeometry, rank.memory, call);
@@ -205,10 +207,10 @@ inline Copy outgoing_copy(const RankArguments& arguments, const Rank<Machine>& r
           reinterpret_cast<u64>(outgoing_row(rank, part.peer, row.number))};
 }
 
-/// Whether no row goes anywhere: those of a rank alone that reads them where they are.
+/// Whether no row is copied: a rank alone reads its rows where they are.
 inline constexpr bool kCopiesNone = kGeometry.world == 1 && kGeometry.gathers_own_rows();
 
-/// A courier's way through a call of few tokens. Leaves early if the call has failed.
+/// Runs a courier through a call of few tokens. Leaves early if the call has failed.
 inline void run_token_dispatch(const RankArguments& arguments, const Call& call, u32 actor,
                                ParcelLine& line) {
   Rank<Machine> rank = rank_of_look(arguments);
@@ -221,7 +223,7 @@ inline void run_token_dispatch(const RankArguments& arguments, const Call& call,
     const u8* source = arguments.x_rows + u64{tokens.first} * kGeometry.row_bytes;
     const u32 copied = kCopiesNone ? 0 : rows;
     line.begin(source, copied);
-    // Its wait is bounded by the scheduler's watch (os.hpp, run_watcher).
+    // This wait is bounded by the scheduler's watch (os.hpp, run_watcher).
     u32 idle = 0;
     bool leave = false;
     while (!leave && !by_token.routed()) {
@@ -254,7 +256,7 @@ inline void run_token_dispatch(const RankArguments& arguments, const Call& call,
       event.end_ns = Machine::now_ns();
       event.stored = since_begin(event, stored_ns);
       if (Machine::lanes_before(Machine::ballot(chunk.rows > 0)) > 0) {
-        event.begin_ns = stored_ns - 1;  // the time of all is the first one's
+        event.begin_ns = stored_ns - 1;  // the first event has the time of all
         event.stored = 1;
       }
       trace.note_each(event, chunk.rows > 0);
@@ -262,7 +264,7 @@ inline void run_token_dispatch(const RankArguments& arguments, const Call& call,
   }
 }
 
-/// The row of this lane in a chunk whose tokens came once.
+/// The copy of this lane's row in a chunk whose source sends each token once.
 inline Copy landed_copy(const Rank<Machine>& rank, const Call& call, const CourierPart& part) {
   if (Machine::lane() >= part.rows) {
     return {};
@@ -272,8 +274,8 @@ inline Copy landed_copy(const Rank<Machine>& rank, const Call& call, const Couri
           reinterpret_cast<u64>(arrived_row(rank, part.peer, row.number))};
 }
 
-/// The courier warp: parts of Dispatch and chunks to complete, until there are no more, or the
-/// call is over.
+/// The courier warp: parts of Dispatch and chunks to complete, until there are no more, or the call
+/// is over.
 inline void run_courier(const RankArguments& arguments, u32 index, Shared& shared) {
   const Call& call = shared.call;
   const u32 actor = kGeometry.processors + index;
@@ -289,7 +291,7 @@ inline void run_courier(const RankArguments& arguments, u32 index, Shared& share
   u32 idle = 0;
   for (; !courier.over(); rank = rank_of_look(arguments)) {
     if (!courier.take(part)) {
-      // Its wait is bounded by the scheduler's watch (os.hpp, run_watcher).
+      // This wait is bounded by the scheduler's watch (os.hpp, run_watcher).
       if (must_leave(rank, call)) {
         return;
       }
@@ -307,8 +309,8 @@ inline void run_courier(const RankArguments& arguments, u32 index, Shared& share
     });
     const u32 chunk = part.chunk(kGeometry);
     if (!part.sends() || kAltersRows || kGeometry.replaces_rows(chunk)) {
-      // Rows that peers, or Route, have written, acquired with the part; they are read by the async
-      // proxy. Or rows that a peer has read, in whose places it writes.
+      // Rows that peers, or Route, have written, acquired with the part, are read through the async
+      // proxy. Or rows that a peer has read are overwritten through it.
       fence_proxy_async();
     }
     line.copy(copy.source, copy.destination, rows);

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows that are sent of tokens and are not their rows of x: times their weight, or as codes, or
-// with the gradient of the output behind.
+// Rows that are sent for tokens and are not their rows of x: times their weight, or quantized, or
+// followed by the gradient of the output.
 //
 // They lie in the tokens' rows of the output, which are not written before the results of these
-// have come back; those of a call of gradients in memory of their own. Route makes them, behind its
-// last look at the sums that it may have kept there. May not know: who takes them where.
+// rows have come back; those of a gradient call lie in memory of their own. Route makes them, after
+// its last look at the sums that it may have kept there. Must not depend on: the courier that sends
+// them.
 #pragma once
 
 #include "kernels/sm90/block/arguments.cuh"
@@ -20,7 +21,7 @@ namespace moeos::sm90 {
 static_assert(!kShape.weight_on_input || kGeometry.choices() == 1, "a token has one weight");
 static_assert(kGeometry.sent_bytes <= kGeometry.row_bytes && kGeometry.row_bytes % 16 == 0);
 
-/// What multiplies a token's row.
+/// The factor of a token's row.
 inline float weight_on_input(const RankMemory& memory, u32 token) {
   return kShape.weight_on_input ? memory.pair_weight[token * kGeometry.top_k] : 1.0F;
 }
@@ -62,8 +63,8 @@ inline void weigh_rows(const RankArguments& arguments, const RankMemory& memory,
   }
 }
 
-/// Makes codes and scales of the tokens of a block: kernels/element_formats.hpp. Lanes side by side
-/// have a group.
+/// Quantizes the tokens of a block: codes and scales of kernels/element_formats.hpp. Neighbouring
+/// lanes have a group.
 inline void code_rows(const RankArguments& arguments, const RankMemory& memory, u32 first,
                       u32 end) {
   constexpr u32 kOfThread = 8;
@@ -73,7 +74,7 @@ inline void code_rows(const RankArguments& arguments, const RankMemory& memory, 
 #pragma unroll 1
   for (u32 begin = 0; begin < pieces; begin += kConsumerThreads) {
     const u32 i = begin + threadIdx.x % kConsumerThreads;
-    const bool there = i < pieces;  // of all of a group, or of none
+    const bool there = i < pieces;  // true for all of a group, or for none
     const u32 token = first + (there ? i / kPieces : 0);
     const u32 piece = there ? i % kPieces : 0;
     float values[kOfThread];
@@ -99,7 +100,7 @@ inline void code_rows(const RankArguments& arguments, const RankMemory& memory, 
   }
 }
 
-/// Takes those of tokens that are codes.
+/// Copies the codes and scales of tokens that come quantized.
 inline void copy_codes(const RankArguments& arguments, u32 first, u32 end) {
   constexpr u32 kPieces = kShape.hidden / sizeof(uint4);
   constexpr u32 kOfGroup = kTokenGroup / sizeof(uint4);
@@ -119,7 +120,7 @@ inline void copy_codes(const RankArguments& arguments, u32 first, u32 end) {
   }
 }
 
-/// What a token's row says of two of its choices.
+/// The part of a token's row that describes two of its choices.
 inline uint4 two_choices(const RankMemory& memory, u32 token, u32 first) {
   const auto choice = [&](u32 j) {
     const u32 pair = token * kGeometry.top_k + minimum(j, kGeometry.top_k - 1);
@@ -132,7 +133,7 @@ inline uint4 two_choices(const RankMemory& memory, u32 token, u32 first) {
                     __builtin_bit_cast(u32, odd.weight));
 }
 
-/// Joins what a call of gradients sends of the tokens of a block. A thread has several loads under
+/// Joins what a gradient call sends for the tokens of a block. A thread has several loads under
 /// way: one after the other, they took a twentieth of a call.
 inline void join_rows(const RankArguments& arguments, const RankMemory& memory, u32 first,
                       u32 end) {
@@ -181,7 +182,7 @@ inline void join_rows(const RankArguments& arguments, const RankMemory& memory, 
   }
 }
 
-/// Makes what is sent of the tokens of a block. By all consumers.
+/// Makes the rows that are sent for the tokens of a block. By all consumers.
 inline void make_sent_rows(const RankArguments& arguments, const RankMemory& memory, u32 first,
                            u32 end) {
   if constexpr (kGradients) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Boxes of matrices, which the load warp brings into the stages: a lane a box.
+// Boxes of matrices, which the load warp brings into the stages: one lane for each box.
 //
-// May not know: which matrices a part has; what is made of them.
+// Must not depend on: which matrices a part has; what is made of them.
 #pragma once
 
 #include "kernels/sm90/block/arguments.cuh"
@@ -13,10 +13,10 @@ namespace moeos::sm90 {
 
 /// A box that one lane loads in each step of a part; without a map: none.
 ///
-/// Each lane has its own and keeps it for the whole part. What is left to do in a step takes some
-/// ten instructions a box; finding the boxes again in each would take longer than the step's loads
-/// where a tile has many small segments: one lane needed 150 cycles a box, and 1.7 us a step of a
-/// dozen boxes.
+/// Each lane has its own box and keeps it for the whole part. What is left to do in a step takes
+/// some ten instructions a box; finding the boxes again in each step would take longer than the
+/// step's loads where a tile has many small segments: one lane needed 150 cycles a box, and 1.7 us
+/// a step of a dozen boxes.
 struct Box {
   const TensorMap* map = nullptr;
   bool of_weights = false;
@@ -24,7 +24,7 @@ struct Box {
   bool ordered = false;  // whether its rows have an order of their own (load_ordered)
   u32 row = 0;
   u32 column = 0;  // in the first step
-  u32 place = 0;   // of its destination, bytes from the begin of the stage
+  u32 place = 0;   // of its destination, in bytes from the stage's beginning
   CachePolicy policy = CachePolicy::normal;  // of weights
 };
 /// Where a box begins in its matrix, in one of the steps.
@@ -34,13 +34,13 @@ struct BoxPlace {
 };
 
 // Each of a step's boxes has a lane, and a narrow tile's steps are two in one. A segment of 8n rows
-// is cut into as many boxes as n has bits, at most (n + 1) / 2.
+// is cut into one box for each bit of n, at most (n + 1) / 2.
 constexpr u32 padded_boxes(u32 rows) {
   return (rows / Geometry::kSegmentAlign + Geometry::kMaxSegments) / 2;
 }
 /// Box `index` of `rows` rows, the first of which is row `first` of the matrix and lies at `place`.
-/// There is one for each bit of rows, the smallest first. (Where a box begins amid eight rows, TMA
-/// still swizzles by the place in shared memory, as wgmma reads.)
+/// There is one box for each bit of rows, the smallest first. (Where a box begins within eight
+/// rows, TMA still swizzles by the address in shared memory, as wgmma reads.)
 template <u32 kSizes>
 inline void cut_rows(const TensorMap (&maps)[kSizes], u32 first, u32 rows, u32 place, u32 index,
                      Box& box) {
@@ -55,22 +55,22 @@ inline void cut_rows(const TensorMap (&maps)[kSizes], u32 first, u32 rows, u32 p
   box.place = place + (MOEOS_PLANTED(boxes_share_a_place) ? 0 : before * kSwizzleBytes);
 }
 
-/// Steps of a part, of which there are `all`, from `first` to before `end`.
+/// Steps `first` to `end` - 1 of a part's `all` steps.
 struct Steps {
   u32 first;
   u32 end;
   u32 all;
 };
 
-/// What is copied into a stage beside boxes: nothing.
+/// The copies into a stage in addition to boxes: none.
 struct NoCopies {
   static constexpr bool any() { return false; }
   void copy(u32, Stage&, Barrier&) const {}
 };
 
 /// The load warp: fills the stages of some steps with a part's operands, `bytes` bytes in each. One
-/// lane waits; each loads its box, from place_at(step) on: row and column. Copies, if there are
-/// any, are begun behind the boxes, by all lanes. The next part is claimed on the way.
+/// lane waits; each loads its box, from row and column place_at(step) on. Copies, if there are any,
+/// begin after the boxes, by all lanes. The next part is claimed on the way.
 template <class PlaceAt, class Copies = NoCopies>
 inline void fill_stages(const Steps& steps, u32 bytes, const Box& box, Loader& loader,
                         PlaceAt place_at, const Copies& copies = {}) {
@@ -106,13 +106,13 @@ inline void fill_stages(const Steps& steps, u32 bytes, const Box& box, Loader& l
     if (copies.any()) {
       copies.copy(step, loader.stage(), loader.full());
       __syncwarp();
-      if (Machine::lane() == 0) {  // behind all lanes' arrivals, which this one keeps pending
+      if (Machine::lane() == 0) {  // after all lanes' arrivals, which this one keeps pending
         loader.full().arrive();
       }
     }
   }
 }
-/// All steps of a part.
+/// Fills the stages of all steps of a part.
 template <class PlaceAt, class Copies = NoCopies>
 inline void fill_stages(u32 steps, u32 bytes, const Box& box, Loader& loader, PlaceAt place_at,
                         const Copies& copies = {}) {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Weights of 4 bits as numbers of the layer's type, two in a register.
+// Weights of 4 bits, dequantized to the layer's type, two in a register.
 //
-// Integer instructions run at half rate, so there are as few as possible: a code's bits are moved
-// by one multiplication, and scales are applied by arithmetic of BF16 pairs. May not know: where
-// codes lie; what is multiplied.
+// Integer instructions run at half rate, so there are as few as possible: one multiplication moves
+// a code's bits, and arithmetic on BF16 pairs applies scales. Must not depend on: where codes lie;
+// element types of rows.
 #pragma once
 
 #include "kernels/element_formats.hpp"
@@ -12,34 +12,36 @@
 
 namespace moeos::sm90 {
 
-/// Whether a weight is made by arithmetic of BF16 pairs. Of a code and one scale, which BF16 has, a
-/// product in BF16 is rounded once, as one in fp32 is that is rounded to BF16.
+/// Whether arithmetic on BF16 pairs makes weights. If BF16 can represent the code and its one
+/// scale, a product in BF16 is rounded once, like a product in fp32 that is then rounded to BF16.
 inline constexpr bool kWeightsInPairs =
     Element::kDigits == Bfloat16::kDigits && kFormat != WeightFormat::nvfp4;
 inline constexpr bool kIntegerCodes = kFormat == WeightFormat::int4_group32;
 
-/// The numbers of eight codes, without their scale, in BF16, which has all of them: pairs[i] are
-/// those of codes 2i and 2i + 1. Of e2m1 they are 2^126 times too small.
+/// The values of eight codes, without their scale, in BF16, which represents all of them: pairs[i]
+/// has codes 2i and 2i + 1. For e2m1 they are 2^126 times too small.
 inline void begin_numbers(u32 (&pairs)[4], u32 codes) {
   const u32 low = codes & 0x0F0F0F0FU;  // of each byte
   const u32 high = codes >> 4 & 0x0F0F0F0FU;
 #pragma unroll
   for (u32 i = 0; i < 4; ++i) {
-    // A code of each at the begin of two bytes. 8: the first bit of a byte, which is 0, throughout.
+    // One code of each word at the beginning of each two bytes. 8: the sign bit of a byte, which is
+    // 0, replicated.
     const u32 both = permute_bytes(low, high, 0x8480U + 0x0101U * i);
     if constexpr (kIntegerCodes) {
-      // As the last bits of the number 128 they are added to it, and so is 8 when it is stored.
+      // As the last bits of the number 128 they are added to it, together with the 8 that was added
+      // when the code was stored.
       pairs[i] = subtract_bf16(both | 0x43004300U, 0x43084308U);
     } else {
-      // Its first bit becomes the sign, and the others the last two of the exponent and the first
-      // one of the digits, subnormal as in the code.
+      // The code's first bit becomes the sign, and the others the last two of the exponent and the
+      // first of the mantissa, subnormal where the code is.
       pairs[i] = both * 0x1040U & 0x81C081C0U;
     }
   }
 }
 
-/// What a scale means. `stored`: as formats.hpp has it; `of_matrix`: that of its matrix, where the
-/// format has one.
+/// The value of a scale. `stored`: as element_formats.hpp has it; `of_matrix`: the matrix's scale,
+/// where the format has one.
 inline float scale_of(u32 stored, float of_matrix) {
   switch (kFormat) {
     case WeightFormat::mxfp4:
@@ -51,11 +53,11 @@ inline float scale_of(u32 stored, float of_matrix) {
   }
 }
 
-/// Whether scales of mxfp4 are applied at once: all of four are below 2, in one word.
+/// Whether mxfp4 scales can be applied in one step: all four in a word are below 2.
 inline bool are_small(u32 scales) { return (scales & 0x80808080U) == 0; }
 
-/// What begun numbers of a scale group are multiplied by. `kSmall`: of mxfp4, a scale below 2. Then
-/// BF16 has it times 2^126, and one multiplication makes a weight.
+/// The factor for the values of a scale group's codes. `kSmall`: for mxfp4, a scale below 2. Then
+/// BF16 represents it times 2^126, and one multiplication makes a weight.
 template <bool kSmall>
 class CodeScale {
  public:

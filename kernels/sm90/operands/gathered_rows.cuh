@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows of a tile that are read by index: this rank's own tokens where the caller left them, where
-// nobody copies these (Geometry::gathers_own_rows), and rows between the products where they lie in
+// they are not copied (Geometry::gathers_own_rows), and rows between the products where they lie in
 // the order of pairs (Geometry::between_by_pairs).
 //
-// TMA gathers no rows on Hopper, and a box a row takes it 35 ns, of 128 rows 4.5 us a step that
-// lasts 0.7. So the load warp copies them in pieces of 16 bytes, to where TMA's swizzle would put
-// them. A step has 1024 pieces, 32 instructions of a warp. What decides how long these take is what
-// stands between them. So each lane keeps where its rows begin for the whole part, and between two
-// copies there is one sum, in registers that no copy still reads. May not know: boxes; products.
+// TMA gathers no rows on Hopper, and one box for each row takes 35 ns, for 128 rows 4.5 us a step
+// that lasts 0.7. So the load warp copies the rows in pieces of 16 bytes, to where TMA's swizzle
+// would put them. A step has 1024 pieces, 32 instructions of a warp. How long these take depends on
+// the instructions between them. So each lane keeps the beginnings of its rows for the whole part,
+// and between two copies there is one addition, into registers that no pending copy still reads.
+// Must not depend on: boxes; products.
 #pragma once
 
 #include "kernels/sm90/block/arguments.cuh"
@@ -30,7 +31,7 @@ inline bool is_gathered(const RankArguments& arguments, const Segment& segment) 
   return kGathers && is_gathered(rank_of(arguments, nullptr), segment);
 }
 
-/// The rows of one part that the load warp gathers. Every function by the whole warp.
+/// The rows of one part that the load warp gathers. Every function is called by the whole warp.
 class GatheredRows {
  public:
   GatheredRows(const RankArguments& arguments, const Task& task) : from_(arguments.x_rows) {
@@ -44,19 +45,19 @@ class GatheredRows {
     }
   }
 
-  /// Whether the part has any.
+  /// Whether the part has any gathered rows.
   bool any() const { return kGathers && some_ != 0; }
-  /// How many rows of the tile as it is laid out are not loaded otherwise.
+  /// The number of the tile's rows, as laid out, that the load warp gathers.
   u32 laid_out() const { return kGathers ? laid_out_ : 0; }
 
-  /// Begins to copy their columns of one step, and has the stage's barrier wait for them.
+  /// Begins to copy the columns of one step, and makes the stage's barrier wait for them.
   void copy(u32 step, Stage& stage, Barrier& full) const {
     if constexpr (kGathers) {
       const u32 column = step * (kSwizzleBytes + half_);  // in bytes
       const PieceSource from(from_ + column);
       PieceTarget even(stage.rows + place_);
       PieceTarget odd(stage.rows + (place_ ^ kOddPiece));
-      // Zeros beyond a row's end, as of a box.
+      // Zeros beyond a row's end, as in a box.
       const u32 left = row_bytes() - minimum(column, row_bytes());
       const u32 bytes = piece_byte() < left ? kCopyBytes : 0;
       const u32 bytes_of_half = piece_byte() + half_ < left ? kCopyBytes : 0;
@@ -78,9 +79,9 @@ class GatheredRows {
   static constexpr u32 kCopies = kTileRows / kRowsAtOnce;        // of a lane, in a step
   static constexpr u32 kGroups = kTileRows / Machine::kLanes;    // of a row for each lane
   static constexpr u32 kOfGroup = kCopies / kGroups;
-  static constexpr u32 kAtOnce = 4;  // addresses: of more there are no registers
-  /// A row's pieces change places by its number among eight, and of a lane's rows every other one
-  /// is four behind.
+  static constexpr u32 kAtOnce = 4;  // addresses: there are no registers for more
+  /// The swizzle moves a row's pieces by the row's number among eight, and every other row of a
+  /// lane is four rows further.
   static constexpr u32 kOddPiece = kRowsAtOnce * kCopyBytes;
   static_assert(2 * kRowsAtOnce == 8);
 
@@ -89,13 +90,13 @@ class GatheredRows {
   static constexpr bool kWholeSteps = kGeometry.row_bytes % kStepBytes == 0 &&
                                       (!kPairsBetween || kGeometry.hidden_bytes % kStepBytes == 0);
 
-  /// Of a row, wherever it lies.
+  /// Bytes of a row, wherever it lies.
   u32 row_bytes() const { return between_ ? kGeometry.hidden_bytes : kGeometry.row_bytes; }
 
-  /// Where in a row of a stage this lane's pieces lie.
+  /// Where this lane's pieces lie in a row of a stage.
   static u32 piece_byte() { return Machine::lane() % kPieces * kCopyBytes; }
 
-  /// Copies the pieces of a group of rows; `kSome`: of those that are gathered.
+  /// Copies the pieces of a group of rows; `kSome`: only of those that are gathered.
   template <bool kSome>
   void copy_group(u32 group, const PieceSource& from, const PieceTarget& even,
                   const PieceTarget& odd, u32 bytes, u32 bytes_of_half) const {
@@ -116,9 +117,10 @@ class GatheredRows {
     }
   }
 
-  /// A lane looks up a row of each group, and tells whoever copies it.
+  /// Each lane looks up one row of each group, and passes it to the lanes that copy it.
   void find(const RankArguments& arguments, const Task& task) {
-    const Rank<Machine> rank = rank_of_look(arguments);  // or its addresses take registers for all
+    const Rank<Machine> rank = rank_of_look(arguments);  // otherwise its addresses take registers
+                                                         // for all parts
     const bool narrow = task.narrow != 0;
     half_ = narrow ? kSwizzleBytes : 0;
     const u32 first = Machine::lane() / kPieces;
@@ -128,7 +130,7 @@ class GatheredRows {
     u32 rows[kGroups];  // all asked for before the first is looked at
 #pragma unroll
     for (u32 group = 0; group < kGroups; ++group) {
-      // The second half of a narrow tile's stage has the same rows, and their next columns.
+      // The second half of a narrow tile's stage has the next columns of the same rows.
       const u32 row = group * Machine::kLanes + Machine::lane();
       places[group] = find_place(rank, task, narrow ? row % kNarrowRows : row);
     }
@@ -160,7 +162,7 @@ class GatheredRows {
     }
   }
 
-  /// Where row `row` of the tile stands among this rank's own; kNone: it is not gathered.
+  /// The index of row `row` of the tile among this rank's own rows; kNone: it is not gathered.
   static u32 find_place(const Rank<Machine>& rank, const Task& task, u32 row) {
     u32 place = kNone;
     u32 laid_out = 0;
@@ -174,13 +176,13 @@ class GatheredRows {
     return place;
   }
 
-  u32 piece_[kCopies];  // which this lane copies, of those of all rows; kNone: none
+  u32 piece_[kCopies];  // the pieces that this lane copies, counted through all rows; kNone: none
   const u8* from_;
-  bool between_ = false;  // whether they lie there
-  u32 place_;             // of its first one in a stage
+  bool between_ = false;  // whether the rows lie between the products
+  u32 place_;             // of this lane's first piece in a stage
   u32 half_ = 0;          // columns between the two halves of a narrow tile's stage, in bytes
-  u32 some_ = 0;          // of each group a bit: whether it has some of them,
-  u32 all_ = 0;           // and whether all of its rows are
+  u32 some_ = 0;          // a bit for each group: whether some of its rows are gathered
+  u32 all_ = 0;           // a bit for each group: whether all of its rows are gathered
   u32 laid_out_ = 0;
 };
 

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Operands of a part of a call of gradients.
+// Operands of a part of a gradient call.
 //
 //   product  its rows are              its weights              over
 //   first    gradients of the output   w2, a depth row a row    H
 //            then x                    w1, gate and up rows     H; no turn where h is saved
 //   second   gradients of h, kept      w1, a depth row a row    its rows: kHalves * kKeptColumns
 //
-// Where weights are transposed, the rows of the first two are I columns and the depth, and those of
-// the last one H columns: each operand is the other kind. Must not know: what is made of them;
-// where results go.
+// Where weights are transposed, their rows are I columns in the first line, the depth in the second
+// and H columns in the last: each operand is of the other kind. Must not depend on: what is made of
+// operands; where results go.
 #pragma once
 
 #include "kernels/sm90/block/backward_arguments.cuh"
@@ -17,12 +17,12 @@
 
 namespace moeos::sm90 {
 
-/// Steps of the depth H, of which the first product takes two turns; and of the second product.
+/// Steps of the depth H, over which GEMM0 takes two turns; and steps of GEMM1.
 inline constexpr u32 kHiddenSteps = ceil_div(kShape.hidden, kTileDepth);
 inline constexpr u32 kHalfSteps = kKeptColumns / kTileDepth;
 inline constexpr u32 kSecondSteps = kHalves * kHalfSteps;
 
-/// Boxes of weights in a step, at most, which the first lanes load; those behind load rows.
+/// Boxes of weights in a step, at most, which the first lanes load; the lanes after them load rows.
 inline constexpr u32 kBoxColumns = kTileDepth;
 inline constexpr u32 kGroupBoxes = kDepthRows / kDepthBoxRows;
 inline constexpr u32 kWeightLanes = kTileColumns / kBoxColumns * kGroupBoxes;
@@ -30,11 +30,11 @@ inline constexpr u32 kValueBoxes = kValueColumns / kBoxColumns;
 static_assert(kGeometry.segment_align == Geometry::kSegmentAlign &&
               kWeightLanes + padded_boxes(kTileRows) <= Machine::kLanes);
 static_assert(kValueBoxes * kHalves <= kWeightLanes);
-// What the host has made of the parts' columns.
+// The host must have derived the same numbers of parts.
 static_assert(kGeometry.product0_parts == ceil_div(kShape.intermediate, kValueColumns) &&
               kGeometry.product1_parts == ceil_div(kShape.hidden, kTileColumns));
 
-/// This lane's box of rows: from a cell in a first product, else from kept rows.
+/// This lane's box of rows: from a cell in GEMM0, otherwise from kept rows.
 inline Box find_gradient_rows(const GradientArguments& arguments, const Layout& layout,
                               const Task& task, u32 index) {
   const bool first = task.kind == TaskKind::product0;
@@ -56,7 +56,7 @@ inline Box find_gradient_rows(const GradientArguments& arguments, const Layout& 
   return box;
 }
 
-/// Boxes of weights of the first product, in its turn over gradients of the output: depth rows.
+/// Boxes of GEMM0's weights, in its turn over gradients of the output: depth rows.
 inline Box find_w2(const GradientArguments& arguments, const Task& task, u32 part, u32 lane) {
   Box box;
   if constexpr (kTransposed) {
@@ -75,11 +75,11 @@ inline Box find_w2(const GradientArguments& arguments, const Task& task, u32 par
   }
   return box;
 }
-/// And in its turn over x: gate rows, and up rows.
+/// Boxes of GEMM0's weights, in its turn over x: gate rows, and up rows.
 inline Box find_w1(const GradientArguments& arguments, const Task& task, u32 part, u32 lane) {
   Box box;
   if constexpr (kTransposed) {
-    const RankArguments& of_call = arguments;  // whose boxes are these
+    const RankArguments& of_call = arguments;  // which has these boxes
     if (lane < kHalves * kValueBoxes) {
       const u32 half = kColumnsAlternate ? 0 : lane / kValueBoxes;
       const bool apart = kUpMaps && half != 0;
@@ -100,8 +100,8 @@ inline Box find_w1(const GradientArguments& arguments, const Task& task, u32 par
   }
   return box;
 }
-/// Those of the second product, for kept columns of one half: rows of w1 in their order, or where
-/// it is transposed, kRowsOfBox of its rows.
+/// Boxes of GEMM1's weights, for kept columns of one half: rows of w1 in their order, or where it
+/// is transposed, kRowsOfBox of its rows.
 inline constexpr u32 kRowsOfBox = 128;
 inline Box find_second_w1(const GradientArguments& arguments, const Task& task, u32 part, u32 lane,
                           u32 half) {
@@ -126,11 +126,11 @@ inline Box find_second_w1(const GradientArguments& arguments, const Task& task, 
   return box;
 }
 
-/// Steps of a first product's turn over x.
+/// Steps of GEMM0's turn over x.
 inline u32 hidden_steps(const RankArguments& arguments, const Task& task) {
   return task.padded_rows == 0 || saves_all(arguments, task) ? 0 : kHiddenSteps;
 }
-/// Steps of a part; none of a tile of no rows.
+/// Steps of a part; none for a tile of no rows.
 inline u32 gradient_steps(const RankArguments& arguments, const Task& task) {
   if (task.padded_rows == 0) {
     return 0;
@@ -139,13 +139,13 @@ inline u32 gradient_steps(const RankArguments& arguments, const Task& task) {
                                          : kSecondSteps;
 }
 
-/// The load warp, before its first part.
+/// The load warp, before its first part: prefetches the tensor maps.
 inline void prefetch_maps(const RankArguments& given) {
   prefetch_maps<sizeof(GradientMaps) / sizeof(TensorMap)>(
       reinterpret_cast<const TensorMap*>(&of_gradients(given).gradients));
 }
 
-/// The load warp: a part's operands, step by step.
+/// The load warp: loads a part's operands, step by step.
 inline void load_tile(const RankArguments& given, const Layout& layout, const Task& task, u32 part,
                       Loader& loader) {
   const GradientArguments& arguments = of_gradients(given);

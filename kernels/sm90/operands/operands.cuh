@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Operands of a part: the load warp brings its rows and its weights into the stages, box by box.
 //
-// May not know: what is made of them; where results go.
+// Must not depend on: what is made of operands; where results go.
 #pragma once
 
 #include "kernels/sm90/block/arguments.cuh"
@@ -26,15 +26,15 @@ static_assert((kGeometry.segment_align == Geometry::kSegmentAlign ? padded_boxes
 static_assert(Geometry::kInPlaceTokens + kNarrowColumns / kNarrowBoxRows <=
               Machine::kLanes / kNarrowDepth);
 
-/// Rows of a tile that are loaded. What lies beyond a tile's tokens is of products before, or other
-/// rows: its results are nobody's.
+/// Rows of a tile that are loaded. What lies beyond a tile's tokens is left from earlier products,
+/// or other rows: their results are discarded.
 inline u32 loaded_rows_of(const Task& task) {
   return is_shared(task)   ? align_up(task.padded_rows, kTokenBoxRows)
          : is_listed(task) ? task.rows
                            : task.padded_rows;
 }
 
-/// Box `index` of a tile's rows: tokens, segments of cells, or what the first product left.
+/// Box `index` of a tile's rows: tokens, segments of cells, or the results of GEMM0.
 inline void find_rows(const RankArguments& arguments, const Layout& layout, const Task& task,
                       u32 index, u32 place, Box& box) {
   if (is_shared(task)) {
@@ -79,7 +79,7 @@ inline void find_rows(const RankArguments& arguments, const Layout& layout, cons
   }
 }
 
-/// Rows of a box of a part's weights, and its boxes in each step.
+/// Rows of a box of a part's weights, and the number of its boxes in each step.
 inline u32 weight_box_rows_of(const Task& task) {
   const u32 whole = MOEOS_PLANTED(weight_boxes_end_beyond_the_matrix) ? 128 : kWeightBoxRows;
   return task.narrow != 0 && product_of(task).activated ? kNarrowBoxRows : whole;
@@ -88,7 +88,7 @@ inline u32 weight_boxes_of(const Task& task, u32 part) {
   return weighs_tokens(task, part) ? 1 : weight_rows_of(task) / weight_box_rows_of(task);
 }
 
-/// Bytes of a row of them as it lands in a stage, and where a column lies in its matrix, as the map
+/// Bytes of a row of the weights as it lands in a stage, and the column in its matrix, as the map
 /// counts.
 inline u32 weight_row_bytes_of(const Task& task, u32 part) {
   return is_decoded(task, part) ? kCodeBytes : is_coded(task) ? kCodedRowBytes : kSwizzleBytes;
@@ -99,7 +99,7 @@ inline u32 weight_column(const Task& task, u32 part, u32 column) {
                                 : column;
 }
 
-/// Box `index` of them. A gated part's gate rows come before its up rows.
+/// Box `index` of a part's weights. A gated part's gate rows come before its up rows.
 inline void find_weights(const RankArguments& arguments, const Task& task, u32 part, u32 index,
                          u32 place, Box& box) {
   if (weighs_tokens(task, part)) {
@@ -114,8 +114,8 @@ inline void find_weights(const RankArguments& arguments, const Task& task, u32 p
   const u32 up = of_ups ? (kUpMaps ? 0 : product.columns) - columns : 0;
   const u32 mlp = is_shared(task) ? mlp_of(task, part) : task.local_expert;
   box.of_weights = true;
-  // Nobody else reads a narrow tile's weights. L2 is left to what is read again: rows, tables,
-  // code. Calls of few tokens became 2 to 4 % faster.
+  // A narrow tile's weights are read once. L2 is left to what is read again: rows, tables, code.
+  // Calls of few tokens became 2 to 4 % faster.
   box.policy = task.narrow != 0 ? CachePolicy::evict_first : CachePolicy::normal;
   const WeightMaps& maps = is_shared(task)     ? arguments.shared
                            : kUpMaps && of_ups ? arguments.ups
@@ -137,7 +137,7 @@ inline void find_weights(const RankArguments& arguments, const Task& task, u32 p
   box.place = place + first * (is_deep(task) ? kSwizzleBytes : weight_row_bytes_of(task, part));
 }
 
-/// The load warp, before its first part.
+/// The load warp, before its first part: prefetches the tensor maps.
 inline void prefetch_maps(const RankArguments& arguments) {
   constexpr u32 kMaps = (sizeof(ForwardMaps) + (kShares   ? sizeof(SharedMaps)
                                                 : kUpMaps ? sizeof(WeightMaps)
@@ -147,8 +147,9 @@ inline void prefetch_maps(const RankArguments& arguments) {
       reinterpret_cast<const TensorMap*>(&static_cast<const TensorMaps&>(arguments)));
 }
 
-/// Asks L2 for the scales of a part's weights, where each row has many. Its stages are loaded some
-/// steps before they are used, and in each the consumers wait for the scales of one to come.
+/// Prefetches the scales of a part's weights to L2, where each row has many. The part's stages are
+/// loaded some steps before they are used, but in each step the consumers wait for the scales of
+/// the next.
 inline void prefetch_scales(const RankArguments& arguments, const Task& task, u32 part) {
   if constexpr (kFormat != WeightFormat::plain && !is_fp8(kFormat)) {
     const Product product = product_of(task);
@@ -160,7 +161,7 @@ inline void prefetch_scales(const RankArguments& arguments, const Task& task, u3
     WeightRow row{task.local_expert * matrices_of(product) + nth, first};
     const u32 rows = minimum(columns_of(task), product.columns - first);
     if constexpr (kGateUp == GateUp::interleaved) {
-      // Both matrices' rows lie side by side: each lane asks for half of these.
+      // Both matrices' rows lie side by side: each lane prefetches half of these.
       row = {task.local_expert * matrices_of(product), first + nth * rows / 2};
     }
     const u64 begin = reinterpret_cast<u64>(
@@ -170,14 +171,15 @@ inline void prefetch_scales(const RankArguments& arguments, const Task& task, u3
   }
 }
 
-/// A GEMM part's operands.
+/// The load warp: loads the operands of a part of a product, step by step.
 inline void load_tile(const RankArguments& arguments, const Layout& layout, const Task& task,
                       u32 part, Loader& loader) {
   prefetch_scales(arguments, task, part);
   const bool narrow = task.narrow != 0;
   const u32 depth = boxes_of(task);
   const u32 columns = weight_rows_of(task);
-  const u32 lanes = Machine::kLanes / depth;  // for the boxes of each of them
+  const u32 lanes = Machine::kLanes / depth;  // for the boxes of each of the `depth` boxes along
+                                              // the depth
   const u32 n = Machine::lane() / lanes;
   const u32 index = Machine::lane() % lanes;
   const u32 weight_boxes = weight_boxes_of(task, part);

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Weights that are stored as codes and scales (kernels/element_formats.hpp), beside rows that are
-// not: the consumers decode them stage by stage, where they lie.
+// Quantized weights (kernels/element_formats.hpp) that are multiplied by plain rows, W8A16 or
+// W4A16: the consumers dequantize them stage by stage, in place.
 //
-// TMA lands a stage's codes at the begin of its weights' place, rows in the order that weights have
-// there (accumulators.cuh). Each consumer thread has one row of each step. It reads the row's codes
-// into registers. When all threads have read theirs, it writes the row's elements, swizzled as TMA
-// would have left them. Products of the step before run meanwhile: they read another stage. Both
-// warpgroups decode, also where one has no rows to multiply. May not know: which product it is for;
-// what is multiplied.
+// TMA lands a stage's codes at the beginning of the stage's weights, with rows in the order that
+// weights have there (accumulators.cuh). Each consumer thread has one row of each step. It reads
+// the row's codes into registers. When all threads have read theirs, it writes the row's elements,
+// swizzled as TMA would have left them. Products of the step before run meanwhile: they read
+// another stage. Both warpgroups dequantize, even where one has no rows to multiply. Must not
+// depend on: which product uses the weights; element types of rows.
 #pragma once
 
 #include "kernels/sm90/block/accumulators.cuh"
@@ -19,7 +19,7 @@
 
 namespace moeos::sm90 {
 
-/// A row of weights: of which matrix, and which one there.
+/// A row of weights: its matrix, and its index there.
 struct WeightRow {
   u32 matrix;
   u32 row;
@@ -28,17 +28,17 @@ struct WeightRow {
 constexpr u32 matrices_of(const Product& product) {
   return kShape.gated() && product.activated ? 2 : 1;
 }
-/// The row that lies at a place in the stages of a part, which is of an MLP.
+/// The row that lies at index `place` of a part's stages; the part belongs to MLP `mlp`.
 inline WeightRow weight_row_at(const Task& task, u32 part, u32 mlp, u32 place) {
   const Product product = product_of(task);
   const u32 columns = columns_of(task);
   const u32 of_part = ordered_row(place);
   const bool up = of_part >= columns;
-  // A tile may reach beyond its matrix. Results of such rows are nobody's.
+  // A tile may reach beyond its matrix. Results of such rows are discarded.
   return {mlp * matrices_of(product) + up,
           minimum(first_column_of(task, part) + of_part - (up ? columns : 0), product.columns - 1)};
 }
-/// Where its scales begin, of `all`.
+/// Where the row's scales begin, in `all`.
 inline const u8* scales_of(const WeightRow& at, const Product& product, const u8* all) {
   const u64 row = row_in_memory(product, at.matrix, scale_row(kFormat, at.row),
                                 scale_rows(kFormat, product.columns));
@@ -54,8 +54,8 @@ inline u32 stored_scale(const u8* scales, u32 index) {
     return scales[index];
   }
 }
-/// A consumer thread's row of a part's weights. What the part's task says is read again in each
-/// step: registers are few beside the accumulators.
+/// A consumer thread's row of a part's weights. The part's task is read again in each step: the
+/// accumulators leave few registers.
 class StoredRow {
  public:
   StoredRow(const RankArguments& arguments, const Task& task, u32 part) {
@@ -90,14 +90,14 @@ class StoredRow {
     }
   }
 
-  /// Decodes its row of a step in the stage that has landed. By all consumer threads, for the steps
-  /// of a part in turn.
+  /// Dequantizes its row of a step in the stage that has landed. By all consumer threads, for the
+  /// steps of a part in turn.
   void decode(Stage& stage, const Task& task, u32 step) {
     if constexpr (kDecodes) {
       if (!decodes(task)) {
         return;
       }
-      // Worked out again in each step: there is no register to keep addresses in.
+      // Computed again in each step: there is no register to keep addresses in.
       const u32 thread = Machine::opaque(consumer_thread());
       const u32 rows = weight_rows_of(task);
       const u32 nth = thread / rows;
@@ -108,21 +108,21 @@ class StoredRow {
       if (has_row) {
         read(box, place, codes);
       } else if constexpr (kCoded) {
-        // Else each register has to keep what it had, through all parts.
+        // Otherwise each register has to keep its old value through all parts.
 #pragma unroll
         for (u32 v = 0; v < kVectors; ++v) {
           codes[v] = make_uint4(0, 0, 0, 0);
         }
       }
-      // Nobody's row is written before everybody's codes are read.
+      // No row is written before all codes are read.
       named_barrier(kConsumersBarrier, kConsumerThreads);
       if (has_row) {
         write(box, place, codes);
       }
-      // wgmma reads by the async proxy what was written by the generic one; and TMA writes again
-      // where codes were read.
+      // wgmma reads through the async proxy what was written through the generic one; and TMA
+      // overwrites codes that have been read.
       fence_proxy_async_shared();
-      // Behind the fence, which would wait for them.
+      // After the fence, which would wait for these loads.
       load_scales(task, nth, step + 1);
       named_barrier(kConsumersBarrier, kConsumerThreads);
     }
@@ -131,11 +131,11 @@ class StoredRow {
  private:
   static constexpr u32 kVectors = kCodeBytes / sizeof(uint4);  // of a row's codes in a stage
   static constexpr u32 kVectorCodes = sizeof(uint4) * 8 / code_bits(kFormat);
-  /// Scales of a row in a stage; of a format with fewer: one.
+  /// Scales of a row in a stage; one if the format has fewer.
   static constexpr u32 kScaleColumns = minimum(scale_columns(kFormat, kTileDepth), kTileDepth);
   static constexpr u32 kScales = kDecodes ? kTileDepth / kScaleColumns : 1;
 
-  /// Whether its part's weights are codes.
+  /// Whether the part's weights are quantized.
   bool decodes(const Task& task) const {
     if constexpr (kDecodesShared) {
       return scales_ != nullptr;
@@ -147,7 +147,7 @@ class StoredRow {
   static u32 boxes_of(const Task& task) { return task.narrow != 0 ? kNarrowDepth : 1; }
   static u32 consumer_thread() { return threadIdx.x - kFirstConsumerWarp * 32; }
 
-  /// A row's codes, which TMA has swizzled within 128 bytes as the box is wide.
+  /// Reads a row's codes, which TMA has swizzled within 128 bytes as the box is wide.
   static void read(const u8* box, u32 place, uint4 (&codes)[kVectors]) {
     const u32 turn = place / (kSwizzleBytes / kCodeBytes) % kVectors;
     const auto* row = reinterpret_cast<const uint4*>(box + place * kCodeBytes);
@@ -157,7 +157,7 @@ class StoredRow {
     }
   }
 
-  /// The row's elements.
+  /// Writes the row's elements.
   void write(u8* box, u32 place, const uint4 (&codes)[kVectors]) const {
     if constexpr (kFormat == WeightFormat::mxfp4) {
       u32 all = 0;
@@ -172,7 +172,7 @@ class StoredRow {
     }
     write_elements<true>(box, place, codes);
   }
-  /// Eight at a time. `kSmall`: of CodeScale.
+  /// Writes eight at a time. `kSmall`: as for CodeScale.
   template <bool kSmall>
   void write_elements(u8* box, u32 place, const uint4 (&codes)[kVectors]) const {
     auto* row = reinterpret_cast<uint4*>(box + place * kSwizzleBytes);
@@ -219,7 +219,7 @@ class StoredRow {
   void load_scales(const Task& task, u32 nth, u32 step) {
     const Product product = product_of(task);
     const u32 depth = product.depth;
-    u32 before = 0;  // scales of matrices that come before this step's
+    u32 before = 0;  // scales of matrices before this step's
     bool there = decodes(task);
     if constexpr (kDecodesShared && kSharedSecond.mlps > 1) {
       if (is_shared(task) && !product.activated) {
@@ -244,7 +244,7 @@ class StoredRow {
   const u8* scales_;
   const float* of_matrices_;  // from the part's first matrix on, where the format has them
   float of_matrix_ = 1.0F;
-  u32 next_[kScales];  // scales of the step that comes
+  u32 next_[kScales];  // scales of the next step
 };
 
 }  // namespace moeos::sm90

@@ -18,7 +18,7 @@ inline u8* dynamic_shared_memory() {
   return memory;
 }
 
-/// Ends the kernel with an error of the driver's.
+/// Ends the kernel with a driver error.
 [[noreturn]] inline void trap() {
   asm volatile("trap;");
   __builtin_unreachable();
@@ -32,17 +32,17 @@ struct alignas(8) Barrier {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(this)),
                  "r"(arrivals));
   }
-  /// Releases what this thread wrote to whoever waits for the phase.
+  /// Releases what this thread wrote to the threads that wait for the phase.
   void arrive() {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(this)) : "memory");
   }
-  /// The same for `count` arrivals at once.
+  /// arrive() for `count` arrivals at once.
   void arrive(u32 count) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(this)),
                  "r"(count)
                  : "memory");
   }
-  /// Has the phase wait for so many bytes more.
+  /// Makes the phase wait for `bytes` more bytes.
   void expect(u32 bytes) {
     asm volatile(
         "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(this)),
@@ -68,9 +68,9 @@ struct alignas(8) Barrier {
         : "memory");
     return complete != 0;
   }
-  /// Waits for actors of this block and for copies that they have begun. They never wait for other
-  /// blocks while others wait for them, so the wait is short, or somebody has made a mistake: then
-  /// the block's watchman ends the kernel (block.cuh).
+  /// Waits for actors of this block and for copies that they have begun. These never wait for other
+  /// blocks while others wait for them, so the wait is short, or the code has a bug: then the
+  /// block's watched wait ends the kernel (block.cuh).
   void wait(u32 parity) {
     while (!done(parity)) {
     }
@@ -82,10 +82,11 @@ inline void fence_barrier_initialisation() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-/// Orders this thread's ordinary accesses before its (or, after a barrier, others') TMA accesses,
-/// to any memory.
+/// Orders this thread's ordinary accesses before its TMA accesses (or, after a barrier, those of
+/// other threads), to any memory.
 inline void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
-/// The same, of accesses to this block's shared memory. It waits for nothing outside the block.
+/// fence_proxy_async for accesses to this block's shared memory. It waits for nothing outside the
+/// block.
 inline void fence_proxy_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -6,15 +6,15 @@
 
 namespace moeos::sm90 {
 
-/// A kernel of one thread, which says where the instructions of `moeos_forward` begin, or 0. As it
-/// is written, and compiled, it asks for its own handle, since PTX has no address of instructions;
-/// the host puts what is wanted in its place (host/moeos/compile/machine_code.py).
+/// A kernel of one thread, which says where the instructions of `moeos_forward` begin, or 0. As
+/// written and compiled, it asks for its own handle, since PTX has no address of instructions; the
+/// host replaces that with what is wanted (host/moeos/compile/machine_code.py).
 extern "C" __global__ void moeos_code_address(u64* address) {
   asm volatile("mov.u64 %0, moeos_code_address;" : "=l"(*address));
 }
 
-/// Asks L2 for bytes, of which there is a multiple of 16; nobody waits for them, and where there is
-/// no memory nothing happens.
+/// Prefetches a multiple of 16 bytes to L2; no thread waits for them, and where there is no memory
+/// nothing happens.
 inline void prefetch_bytes(u64 address, u32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
 }

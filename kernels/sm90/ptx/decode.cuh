@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// Codes as numbers, two at a time, and numbers as e4m3 codes; kernels/element_formats.hpp says what
-// each means. Source: PTX ISA, "cvt" and "prmt"; OCP Microscaling Formats 1.0.
+// Dequantizes codes, two at a time, and quantizes to e4m3; kernels/element_formats.hpp has the
+// formats. Source: PTX ISA, "cvt" and "prmt"; OCP Microscaling Formats 1.0.
 #pragma once
 
 #include "kernels/sm90/ptx/element.cuh"
 
 namespace moeos::sm90 {
 
-/// Two e4m3 codes, in the lower 16 bits. fp16 has all their numbers.
+/// Two e4m3 codes, in the lower 16 bits, as numbers. fp16 represents all of them.
 inline float2 from_e4m3(u32 codes) {
   u32 pair;
   asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.rn.f16x2.e4m3x2 %0, l;}" : "=r"(pair) : "r"(codes));
   return make_float2(Float16::low(pair), Float16::high(pair));
 }
 
-/// Four bytes out of the eight of `low` and `high`, each by four bits of `which`: its number, and
-/// above it whether the byte's first bit is to fill the byte.
+/// Four bytes out of the eight of `low` and `high`, each chosen by four bits of `which`: the byte's
+/// number, and above it whether the byte's first bit fills the byte.
 inline u32 permute_bytes(u32 low, u32 high, u32 which) {
   u32 bytes;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(which));
@@ -43,7 +43,7 @@ inline u32 to_e4m3(float first, float second) {
   return pair;
 }
 
-/// Of eight numbers times a factor.
+/// The e4m3 codes of eight numbers times a factor.
 inline uint2 eight_codes(const float (&values)[8], float factor) {
   const auto four = [&](u32 i) {
     return to_e4m3(values[i] * factor, values[i + 1] * factor) |

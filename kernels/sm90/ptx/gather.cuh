@@ -10,16 +10,16 @@ namespace moeos::sm90 {
 
 inline constexpr u32 kCopyBytes = 16;
 
-// Addresses that many copies have in common. The compiler knows nothing of them, so it keeps one
-// register, and works out no sum of several copies beforehand.
+// Addresses that many copies have in common. They are opaque to the compiler, so it keeps one
+// register for each, and computes no sums for several copies in advance.
 struct PieceSource {
   u64 address;
   PieceSource() = default;
   explicit PieceSource(const u8* from) : address(__cvta_generic_to_global(from)) {
     asm volatile("" : "+l"(address));
   }
-  /// Piece `nth` behind it. Worked out here and now: so some addresses are there before the first
-  /// of them is used, each in registers of its own, which a copy reads a while after it is issued.
+  /// Piece `nth` after it. Computed here and now: so several addresses are ready before the first
+  /// is used, each in registers of its own, which a copy reads some time after it is issued.
   PieceSource piece(u32 nth) const {
     PieceSource found;
     asm volatile("mad.wide.u32 %0, %1, 16, %2;" : "=l"(found.address) : "r"(nth), "l"(address));
@@ -31,9 +31,8 @@ struct PieceTarget {
   explicit PieceTarget(u8* to) : address(shared_address(to)) { asm volatile("" : "+r"(address)); }
 };
 
-/// Begins to copy the piece at `from` to `behind` bytes behind `to`. `kSome`: unless `nth` is
-/// kNone. `kCut`:
-/// only its first `bytes` bytes, 16 or 0, with zeros behind.
+/// Begins to copy the piece at `from` to `behind` bytes after `to`. `kSome`: unless `nth` is kNone.
+/// `kCut`: only its first `bytes` bytes, 16 or 0, followed by zeros.
 template <bool kSome, bool kCut>
 inline void copy_piece(const PieceSource& from, u32 nth, const PieceTarget& to, u32 behind,
                        u32 bytes) {
@@ -57,8 +56,8 @@ inline void copy_piece(const PieceSource& from, u32 nth, const PieceTarget& to, 
   }
 }
 
-/// One more arrival at a barrier, which is pending from now on until all that this thread has begun
-/// to copy is there. So the phase must not end before: another arrival has to be pending.
+/// One more arrival at a barrier, which stays pending until all copies that this thread has begun
+/// are complete. The phase must not end before it: another arrival has to be pending.
 inline void arrive_when_copied(Barrier& barrier) {
   asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" ::"r"(shared_address(&barrier))
                : "memory");

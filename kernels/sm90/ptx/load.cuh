@@ -25,7 +25,7 @@ inline uint4 load_vector(bool wanted, const u8* from) {
   return found;
 }
 
-/// The same of 4 bytes.
+/// Loads 4 bytes of global memory if `wanted`, else zero.
 inline u32 load_number(bool wanted, const u8* from) {
   u32 found;
   asm volatile(

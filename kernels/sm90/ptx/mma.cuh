@@ -18,8 +18,8 @@ inline void load_matrices(u32 (&to)[4], const void* row) {
 }
 
 /// d += a * b^T. a: of each 16 columns, a lane has columns 2l, 2l + 1 (l = lane % 4) of row lane /
-/// 4, of the row eight below, and columns 2l + 8, 2l + 9 of both. b: the same two pairs of row lane
-/// / 4. d: columns 2l, 2l + 1 of a's first row, then of its second one.
+/// 4, of the row eight below, and columns 2l + 8, 2l + 9 of both. b: the same two column pairs of
+/// row lane / 4. d: columns 2l, 2l + 1 of a's first row, then of its second one.
 template <bool kFloat16>
 inline void multiply_in_warp(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
 #define MOEOS_MMA(type)                                                               \

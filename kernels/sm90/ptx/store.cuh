@@ -6,7 +6,7 @@
 
 namespace moeos::sm90 {
 
-/// Stores 16 bytes to global memory, here or at a peer, if `wanted`. Behind a branch, the compiler
+/// Stores 16 bytes to global memory, here or at a peer, if `wanted`. With a branch, the compiler
 /// would gather the stores of a whole tile, and first compute all that is to be stored.
 inline void store_vector(bool wanted, u8* to, uint4 value) {
   asm volatile(
@@ -19,7 +19,7 @@ inline void store_vector(bool wanted, u8* to, uint4 value) {
       : "memory");
 }
 
-/// The same of 8 bytes, and of 4.
+/// Stores 8 bytes, and 4, if `wanted`.
 inline void store_vector(bool wanted, u8* to, uint2 value) {
   asm volatile(
       "{\n"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The hyperbolic tangent of the special function unit, right to 2^-11 of itself. Source: PTX ISA,
-// "tanh".
+// The hyperbolic tangent of the special function unit, with a relative error of 2^-11. Source: PTX
+// ISA, "tanh".
 #pragma once
 
 namespace moeos::sm90 {

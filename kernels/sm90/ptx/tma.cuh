@@ -13,8 +13,8 @@ struct alignas(64) TensorMap {
   u8 bytes[128];
 };
 
-/// How long L2 keeps lines that a copy has read, encoded as createpolicy would (PTX ISA has the
-/// instruction; CUTLASS, TMA::CacheHintSm90, these values of it).
+/// How long L2 keeps lines that a copy has read, encoded as by createpolicy (PTX ISA has the
+/// instruction, CUTLASS's TMA::CacheHintSm90 these values of it).
 enum class CachePolicy : u64 {
   normal = 0x1000000000000000ULL,
   evict_first = 0x12F0000000000000ULL,
@@ -38,9 +38,9 @@ inline void load_box(const TensorMap& map, void* destination, Barrier& barrier, 
 /// Rows of weights that a box holds in an order of its own.
 inline constexpr u32 kOrderedRows = 32;
 
-/// The same for a box of weights, a multiple of kOrderedRows rows from `row`, a multiple of 8, on.
-/// Of each kOrderedRows, row 8b + 2a + i lies at 8a + 2b + i: its map has the dimensions columns,
-/// i, b (each 8 rows; `row` is a number of these), a (each 2 rows), and kOrderedRows rows.
+/// load_box for weights: a multiple of kOrderedRows rows from `row`, a multiple of 8, on. Of each
+/// kOrderedRows, row 8b + 2a + i lies at 8a + 2b + i: its map has the dimensions columns, i, b
+/// (each 8 rows; `row` is a number of these), a (each 2 rows), and kOrderedRows rows.
 inline void load_weights(const TensorMap& map, void* destination, Barrier& barrier, u32 row,
                          u32 column, CachePolicy policy) {
   asm volatile(
@@ -51,8 +51,8 @@ inline void load_weights(const TensorMap& map, void* destination, Barrier& barri
       : "memory");
 }
 
-/// Loads a box of transposed weights: of one matrix, from a row of its depth and a column on. What
-/// lies beyond that matrix arrives as zeros.
+/// Loads a box of transposed weights: of one matrix, from a row of its depth and a column on.
+/// Elements beyond that matrix arrive as zeros.
 inline void load_transposed(const TensorMap& map, void* destination, Barrier& barrier, u32 matrix,
                             u32 row, u32 column, CachePolicy policy) {
   asm volatile(
@@ -62,8 +62,8 @@ inline void load_transposed(const TensorMap& map, void* destination, Barrier& ba
       : "memory");
 }
 
-/// Loads rows of one matrix, from a row on that is a multiple of 8, in an order that the map says:
-/// it has the dimensions columns, two that are eight rows, each eight rows, and matrices.
+/// Loads rows of one matrix, from a row on that is a multiple of 8, in the map's order: it has the
+/// dimensions columns, two that are eight rows, each eight rows, and matrices.
 inline void load_ordered(const TensorMap& map, void* destination, Barrier& barrier, u32 matrix,
                          u32 row, u32 column) {
   asm volatile(
@@ -89,8 +89,8 @@ inline void store_bytes(const void* source, u64 destination, u32 bytes) {
                "r"(shared_address(source)), "r"(bytes)
                : "memory");
 }
-/// Copies a box of a matrix of five dimensions to memory, likewise. What of it lies beyond the
-/// matrix is left out.
+/// Copies a box of a matrix of five dimensions to memory, as part of the next group. Elements
+/// beyond the matrix are left out.
 inline void store_box(const TensorMap& map, const void* source, const u32 (&at)[5]) {
   asm volatile(
       "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4, %5}], "
@@ -99,7 +99,7 @@ inline void store_box(const TensorMap& map, const void* source, const u32 (&at)[
       : "memory");
 }
 inline void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-/// Waits until this thread's stores, but for the last `kGroups` groups, have read their shared
+/// Waits until this thread's stores, except the last `kGroups` groups, have read their shared
 /// memory.
 template <u32 kGroups>
 inline void wait_until_read() {

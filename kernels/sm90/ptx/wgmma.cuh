@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Warpgroup matrix multiply-accumulate: 64 x N += (64 x 16) * (N x 16)^T for N of 64, 128 and 256,
-// both operands in shared memory, or the rows in registers, fp32 accumulators in registers; and of
+// both operands in shared memory, or the rows in registers, fp32 accumulators in registers; and for
 // e4m3 codes 64 x N += (64 x 32) * (N x 32)^T for N of 128, or of 16 and 64 with the rows in
-// registers.
-// Source: PTX ISA, "wgmma.mma_async" and its matrix descriptors.
+// registers. Source: PTX ISA, "wgmma.mma_async" and its matrix descriptors.
 #pragma once
 
 #include "kernels/sm90/ptx/barrier.cuh"
@@ -21,13 +20,13 @@ inline u64 matrix_descriptor(const void* shared) {
   return kSwizzle128 | kEightRows | kUnused | ((shared_address(shared) & 0x3FFFF) >> 4);
 }
 
-/// Which way an operand lies in shared memory: each of its rows or columns along the depth, or the
-/// depth's rows, each with 64 of its columns.
+/// The major order of an operand in shared memory: each of its rows or columns along the depth, or
+/// rows of the depth, each with 64 of its columns.
 enum class Major : u32 { depth = 0, columns = 1 };
 
-/// Describes an operand whose depth its rows are: boxes of 64 rows and 64 columns, one behind the
-/// other as their columns are, 128-byte swizzle. The address is a multiple of 1024; a step of 16
-/// along the depth is kDepthStepBytes.
+/// Describes an operand whose rows are the depth: boxes of 64 rows and 64 columns, in the order of
+/// their columns, 128-byte swizzle. The address is a multiple of 1024; a step of 16 along the depth
+/// is kDepthStepBytes.
 inline constexpr u32 kColumnsBoxBytes = 64 * 128;
 inline constexpr u32 kDepthStepBytes = 16 * 128;
 inline u64 columns_descriptor(const void* shared) {
@@ -53,7 +52,7 @@ inline void hold(float (&d)[kRegisters]) {
   }
 }
 
-/// The same of an operand in registers.
+/// Keeps the compiler from moving an operand in registers across the asynchronous products.
 inline void hold(u32 (&a)[4]) {
   asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3])::"memory");
 }
@@ -84,9 +83,9 @@ inline void multiply_accumulate(float (&d)[32], u64 a, u64 b) {
 #undef MOEOS_WGMMA
 }
 
-/// The same with the rows in registers: of each 16 columns, a lane has columns 2l, 2l + 1 (l = lane
-/// % 4) of row lane / 4 of its warp's 16, of the row eight below, and columns 2l + 8, 2l + 9 of
-/// both.
+/// d += a * b^T for 64 rows and 64 columns, with the rows in registers: of each 16 columns, a lane
+/// has columns 2l, 2l + 1 (l = lane % 4) of row lane / 4 of its warp's 16, of the row eight below,
+/// and columns 2l + 8, 2l + 9 of both.
 template <bool kFloat16>
 inline void multiply_accumulate(float (&d)[32], const u32 (&a)[4], u64 b) {
 #define MOEOS_WGMMA(type)                                                                      \
@@ -147,7 +146,7 @@ inline void multiply_accumulate(float (&d)[64], u64 a, u64 b) {
 #undef MOEOS_WGMMA
 }
 
-/// d = a * b^T, or d += it, for 64 rows and 128 columns of 32 e4m3 codes each.
+/// d = a * b^T, or d += a * b^T, for 64 rows and 128 columns of 32 e4m3 codes each.
 template <bool kAdds>
 inline void multiply_codes(float (&d)[64], u64 a, u64 b) {
   asm volatile(
@@ -175,9 +174,9 @@ inline void multiply_codes(float (&d)[64], u64 a, u64 b) {
       : "l"(a), "l"(b), "n"(kAdds ? 1 : 0));
 }
 
-/// The same for 16 or 64 columns, with the rows in registers: of each 16 codes, a lane has four
-/// from 4 (lane % 4) on, of row lane / 4 of its warp's 16, of the row eight below, and then of the
-/// second 16 codes of both.
+/// multiply_codes for 16 or 64 columns, with the rows in registers: of each 16 codes, a lane has
+/// four from 4 (lane % 4) on, of row lane / 4 of its warp's 16, of the row eight below, and then of
+/// the second 16 codes of both.
 template <bool kAdds>
 inline void multiply_codes(float (&d)[8], const u32 (&a)[4], u64 b) {
   asm volatile(

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A block's pairs, sorted by expert by all consumer warps; what runtime/memory/routing_map.hpp's
-// sort_block does on one thread.
+// Sorts (permutes) a block's assignments by expert, by all consumer warps; sort_block of
+// runtime/memory/routing_map.hpp does it on one thread.
 //
-// May not know: why an expert was chosen.
+// Must not depend on: why an expert was chosen.
 #pragma once
 
 #include "kernels/sm90/block/block.cuh"
@@ -10,8 +10,8 @@
 
 namespace moeos::sm90 {
 
-/// Brings the experts that this block has chosen into shared memory. Called by all consumer
-/// threads, between two barriers.
+/// Loads the experts that this block has chosen into shared memory. Called by all consumer threads,
+/// between two barriers.
 inline void gather_choices(const RankMemory& memory, RouteScratch& scratch, u32 first_pair,
                            u32 pairs) {
   for (u32 i = threadIdx.x % kConsumerThreads; i < pairs; i += kConsumerThreads) {
@@ -21,8 +21,8 @@ inline void gather_choices(const RankMemory& memory, RouteScratch& scratch, u32 
 static_assert(static_cast<u16>(kNone) == kNoExpert);
 
 /// Sorts a block's pairs, from `first_pair` on, by expert. By all consumer warps, each with a share
-/// of the pairs; sync() is their barrier. A pair's rank is the earlier pairs of its expert in the
-/// shares before, in its own share, and in the lanes before.
+/// of the pairs; sync() is their barrier. A pair's rank is the number of earlier pairs of its
+/// expert: in earlier shares, and in its own share in earlier rounds and lanes.
 template <class Sync>
 inline void sort_block_by_warps(const RankMemory& memory, RouteScratch& scratch, u32 block,
                                 u32 first_pair, u32 pairs, u32 warp, Sync sync) {

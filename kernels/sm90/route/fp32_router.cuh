@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Products of a block's tokens with a router whose weights are fp32.
 //
-// Each weight is cut into three terms of 16 bits whose sum it is, so products on tensor cores are
-// exact. It is cut in registers: experts are the rows of the product, whose operand may come from
-// there, and tokens its columns. So nobody keeps a second copy of the router that could be out of
-// date. Tensor cores add to their sums by truncation. So a sum there has no more than a box of the
+// Each weight is split into three terms of 16 bits whose sum it is, so products on tensor cores are
+// exact. It is split in registers: experts are the rows of the product, whose operand may come from
+// registers, and tokens its columns. So there is no second copy of the router that could be out of
+// date. Tensor cores truncate when they add. So a sum on tensor cores covers only one box of the
 // depth, beginning with the smallest terms, and joins the others in fp32, rounded to nearest.
 //
-// May not know: what is chosen by logits.
+// Must not depend on: what is chosen by gate logits.
 #pragma once
 
 #include "kernels/sm90/block/arguments.cuh"
@@ -19,8 +19,8 @@ namespace moeos::sm90 {
 
 inline constexpr u32 kTerms = 3;
 inline constexpr bool kTermsReachAll = Element::kDigits == 8;  // bfloat16 has fp32's exponents
-/// What the rest of a weight is multiplied by before its next term is taken: exponents of float16
-/// do not reach that far down.
+/// The factor of a weight's remainder before its next term is taken: exponents of float16 do not
+/// reach that far down.
 inline constexpr float kTermScale = kTermsReachAll ? 1.0F : 2048.0F;
 
 /// Two weights' terms of 16 bits, the largest first, each pair in a register.
@@ -43,7 +43,7 @@ inline void cut(float low, float high, u32 (&terms)[kTerms]) {
 inline constexpr u32 kBoxProducts = kGateBoxColumns / 16;
 inline constexpr u32 kExpertsOfTile = 64;
 
-/// What a lane has of 64 experts' weights, of a box of the depth.
+/// A lane's terms of 64 experts' weights, for a box of the depth.
 struct TileTerms {
   u32 of[kTerms][kBoxProducts][4];
 
@@ -119,7 +119,7 @@ inline void multiply_box(float (&d)[kTileSums], TileTerms& weights, const u8* to
   weights.hold_all();  // until here
 }
 
-/// sums += a block's tokens times the weights of this warpgroup's experts, over so many steps of
+/// sums += a block's tokens times the weights of this warpgroup's experts, over `steps` steps of
 /// the depth.
 inline void multiply_exactly(float (&sums)[kRouteSums], u32 steps, u32 group, Shared& shared,
                              RingPosition<kStages>& stage) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Routing that the caller gives: the only place where ids come in from outside. What is wrong with
-// them is found here, and no address is made of them before.
+// Routing that the caller gives: the only place where ids come in from outside. Errors in them are
+// found here, and no address is computed from them before.
 //
-// May not know: slots, flags.
+// Must not depend on: slots, flags.
 #pragma once
 
 #include "kernels/sm90/block/arguments.cuh"
@@ -15,8 +15,8 @@
 
 namespace moeos::sm90 {
 
-/// The id that the caller gave a choice; -1 means an unused slot, as do others that are no expert
-/// if the call says so.
+/// The id that the caller gave a choice; -1 means an unused slot, as do other ids that are no
+/// expert's if the call says so.
 inline i64 given_id(const RankArguments& arguments, u32 choice) {
   const i64 id = arguments.ids_wide != 0 ? static_cast<const i64*>(arguments.topk_ids)[choice]
                                          : static_cast<const i32*>(arguments.topk_ids)[choice];
@@ -32,7 +32,7 @@ inline float given_weight(const RankArguments& arguments, u32 choice) {
   return arguments.weight_type == WeightType::bfloat16 ? Bfloat16::low(bits) : Float16::low(bits);
 }
 
-/// What is wrong with a choice's id: it is no expert, or the token has it in an earlier slot.
+/// The error in a choice's id: it is no expert's, or the token has it in an earlier slot.
 inline FailureKind given_fault(const RankArguments& arguments, u32 choice, i64 id) {
   if (id < -1 || id >= i64{kRouterRows}) {
     return FailureKind::id_no_expert;
@@ -45,9 +45,9 @@ inline FailureKind given_fault(const RankArguments& arguments, u32 choice, i64 i
   return repeated ? FailureKind::id_repeated : FailureKind::none;
 }
 
-/// The caller's routing of a block of tokens. Called by all consumer threads. The only place where
-/// ids come in: a wrong one is an unused slot, and sets bad_token to its token. `told`: as
-/// Token::choose's. Ids that the gate will weigh stay as they are until then.
+/// Copies the caller's routing of a block of tokens. Called by all consumer threads. Ids come in
+/// only here: a wrong one becomes an unused slot, and sets bad_token to its token. `told`: as in
+/// Token::choose. Ids that the gate will weigh stay as they are until then.
 inline void copy_given_routing(const RankArguments& arguments, const RankMemory& memory, u32 first,
                                u32 end, u32 told, u32* bad_token) {
   for (u32 pair = first * kGeometry.top_k + threadIdx.x % kConsumerThreads;
@@ -74,8 +74,8 @@ inline void copy_given_routing(const RankArguments& arguments, const RankMemory&
   }
 }
 
-/// Ends the call because of a token's ids, and names the first slot that is wrong. One warp. False:
-/// none is.
+/// Ends the call because of a token's ids, and names the first wrong slot. One warp. False: no slot
+/// is wrong.
 inline bool reject_given_routing(const RankArguments& arguments, Processor<Machine>& processor,
                                  u32 token) {
   const u32 lane = Machine::lane();

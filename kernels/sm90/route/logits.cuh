@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The logits of a block's tokens: sums over the slices of the depth, from the consumers'
-// accumulators or kept by the parts of the block, into shared memory, some tokens at a time.
+// The gate logits of a block's tokens: sums over the slices of the depth, from the consumers'
+// accumulators or kept by the parts of the block, in shared memory, some tokens at a time.
 //
-// May not know: what is chosen by them.
+// Must not depend on: what is chosen by logits.
 #pragma once
 
 #include "kernels/sm90/block/arguments.cuh"
@@ -18,22 +18,23 @@ constexpr u32 round_of(u32 tokens) {
 inline constexpr u32 kRoundTokens = round_of(kRouteTokens);
 static_assert(kRouteTokens % kRoundTokens == 0);
 
-/// The logits of a block's tokens, some of them at a time in shared memory. Each warpgroup has half
-/// of every step of the depth; a logit is what one of them sums up, slice by slice, plus what the
-/// other does. Of an fp32 router each has half of the experts, and sums up their logits alone. So
-/// it is the same, bit for bit, whether one part multiplies all slices and has the sums in its
-/// accumulators, or several keep those of each slice, and the last one adds them up.
+/// The gate logits of a block's tokens, some of them at a time in shared memory. Each warpgroup has
+/// half of every step of the depth; a logit is the sum of one warpgroup, slice by slice, plus the
+/// sum of the other. With an fp32 router each warpgroup has half of the experts, and alone sums up
+/// their logits. So a logit is the same, bit for bit, whether one part multiplies all slices and
+/// has the sums in its accumulators, or several parts keep the sums of each slice, and the last one
+/// adds them up.
 ///
-/// They keep a token's sums in its row of the output, which is not written before the call has
+/// The parts keep a token's sums in its row of the output, which is not written before the call has
 /// routed all of its tokens; or, where the row is too short, in the rank's memory. Every function
-/// by all consumers; sync() is their barrier.
+/// is called by all consumers; sync() is their barrier.
 class Logits {
  public:
-  /// Whether a part that multiplies all slices has registers for their sums, beside the
-  /// accumulators; else it keeps them as others do.
+  /// Whether a part that multiplies all slices has registers for their sums, in addition to the
+  /// accumulators; otherwise it keeps them as other parts do.
   static constexpr bool kInRegisters = kGeometry.route_slices == 1 || kRouteColumns <= 128;
 
-  /// `memory` is Route's. `kept`: the slices' sums are, and not in the accumulators.
+  /// `memory` is Route's. `kept`: the slices' sums are kept, and not in the accumulators.
   Logits(const RankArguments& arguments, u8* memory, u32 warp, TokenRange tokens, bool kept)
       : arguments_(arguments),
         sums_(reinterpret_cast<float*>(memory)),
@@ -45,14 +46,14 @@ class Logits {
   u32 warp() const { return warp_; }
   u32 group() const { return warp_ / (kConsumerWarps / kConsumers); }
   bool kept() const { return kept_; }
-  /// Tokens from `first` of the block on that are brought into shared memory together.
+  /// The number of the block's tokens from `first` on that are brought into shared memory together.
   u32 tokens_from(u32 first) const {
     return first_token_ + first < end_ ? minimum(kRoundTokens, end_ - first_token_ - first) : 0;
   }
   u32 token(u32 place) const { return first_token_ + place; }
   float at(u32 token, u32 expert) const { return sums_[sum_place(token, expert)]; }
 
-  /// Brings the tokens from `first` of the block on into shared memory.
+  /// Brings the block's tokens from `first` on into shared memory.
   template <class Sync>
   void bring(const float (&d)[kRouteSums], u32 first, Sync sync) {
     if constexpr (!kInRegisters) {
@@ -73,7 +74,7 @@ class Logits {
     sync();
   }
 
-  /// Keeps a slice's sums for the one that adds them up.
+  /// Keeps a slice's sums for the part that adds them up.
   void keep(const float (&d)[kRouteSums], u32 slice) {
     if constexpr (kShape.fp32_router) {
       for_each_logit(d, [&](u32 place, u32 expert, float sum) {
@@ -99,10 +100,11 @@ class Logits {
                     (kGeometry.kept_bytes == 0 && kKeptBytes <= kGeometry.row_bytes),
                 "there is room for a token's sums");
 
-  /// Where a sum lies. Groups of eight columns change places, so that what the lanes of a warp
+  /// The index of a sum. Groups of eight columns are permuted, so that what the lanes of a warp
   /// store or load at once lies in different banks.
   static u32 sum_place(u32 token, u32 column) { return token * kLogits + (column ^ token % 4 * 8); }
-  /// Where a token's sums of one bank lie: those of one slice, or of one warpgroup of a slice.
+  /// The sums of a token for one bank of experts: those of one slice, or of one warpgroup of a
+  /// slice.
   float* kept_sums(u32 place, u32 which) const {
     u8* const kept =
         kGeometry.kept_bytes == 0
@@ -128,7 +130,7 @@ class Logits {
       }
     }
   }
-  /// A warpgroup's logits of the tokens from `first` on.
+  /// Stores a warpgroup's logits of the tokens from `first` on.
   void store_all(const float (&d)[kRouteSums], u32 first) {
     for_each_logit(d, [&](u32 place, u32 expert, float sum) {
       const u32 token = place - first;
@@ -154,7 +156,7 @@ class Logits {
     }
   }
 
-  /// A warpgroup's sums of the tokens from `first` on, as they are or added to what is there.
+  /// Stores a warpgroup's sums of the tokens from `first` on, or adds them to what is there.
   template <bool kAdd>
   void store(const float (&d)[kRouteSums], u32 first) {
     for_each_pair(d, [&](u32 place, u32 column, float2 pair) {

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Route on tensor cores: products of a block's tokens with the router's weights, by the parts of
-// the block, each token's choice (routing_rules.cuh), and the block's pairs sorted by expert.
+// the block, each token's choice (routing_rules.cuh), and the permutation of the block's
+// assignments by expert.
 //
-// May not know: slots, flags.
+// Must not depend on: slots, flags.
 #pragma once
 
 #include "kernels/sm90/block/arguments.cuh"
@@ -21,8 +22,8 @@
 
 namespace moeos::sm90 {
 
-/// sums += a block's tokens times the router's weights, over so many steps of the depth: of all of
-/// this warpgroup's share.
+/// sums += a block's tokens times the router's weights, over `steps` steps of the depth: this
+/// warpgroup's share.
 inline void multiply_steps(float (&sums)[kRouteSums], u32 steps, u32 group, Shared& shared,
                            RingPosition<kStages>& stage) {
   if constexpr (kShape.fp32_router) {
@@ -32,8 +33,8 @@ inline void multiply_steps(float (&sums)[kRouteSums], u32 steps, u32 group, Shar
   }
 }
 
-/// Multiplies the slices of a part. Their sums are in d, or kept, as `logits` has been told. By all
-/// consumers.
+/// Multiplies the slices of a part. Their sums are in d, or kept, as `logits` was constructed. By
+/// all consumers.
 inline void multiply_slices(float (&d)[kRouteSums], const RouteShare& share, Logits& logits,
                             Shared& shared, RingPosition<kStages>& stage) {
   if constexpr (kGeometry.route_slices == 1) {
@@ -66,8 +67,8 @@ inline void multiply_slices(float (&d)[kRouteSums], const RouteShare& share, Log
 }
 
 /// Routes the tokens of a block, whose products lie in d or are kept; or weighs the experts that
-/// the caller has chosen. Sets bad_token to a token whose logits are not finite. `told`: as
-/// Token::choose's. By all consumers; sync() is their barrier.
+/// the caller has chosen. Sets bad_token to a token whose gate logits are not finite. `told`: as in
+/// Token::choose. By all consumers; sync() is their barrier.
 template <class Sync>
 inline void choose_experts(const float (&d)[kRouteSums], Logits& logits,
                            const RankArguments& arguments, const RankMemory& memory, u32 told,
@@ -75,7 +76,7 @@ inline void choose_experts(const float (&d)[kRouteSums], Logits& logits,
 #pragma unroll 1
   for (u32 first = 0; logits.tokens_from(first) > 0; first += kRoundTokens) {
     if (first > 0) {
-      sync();  // all have read the logits before
+      sync();  // all have read the earlier logits
     }
     logits.bring(d, first, sync);
     const u32 tokens = logits.tokens_from(first);
@@ -93,12 +94,12 @@ inline void choose_experts(const float (&d)[kRouteSums], Logits& logits,
 }
 
 /// Whether Route multiplies: not when the caller has routed. Where the gate may weigh a caller's
-/// ids, there always are ids. A call of gradients has the forward call's routing.
+/// ids, there always are ids. A gradient call has the forward call's routing.
 inline bool gate_routes(const RankArguments& arguments) {
   return !kGradients && (kWeighsGiven ? arguments.topk_weights : arguments.topk_ids) == nullptr;
 }
 
-/// Route: slices of a block's products, and all the rest of it by whoever has the last ones. By all
+/// Route: slices of a block's products, and all the rest by the part that finishes last. By all
 /// consumers.
 inline void run_route(const RankArguments& arguments, const Call& call, u32 index, Slot& slot,
                       const Task& task, Shared& shared, RingPosition<kStages>& stage) {

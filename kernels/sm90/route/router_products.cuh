@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Products of Route: a block's tokens times the router's weights, cut into slices of the depth.
 //
-// load_route() brings steps of the depth into the stages, multiply_logits() consumes them. May not
-// know: what is chosen by logits.
+// load_route() brings steps of the depth into the stages, multiply_logits() consumes them. Must not
+// depend on: what is chosen by gate logits.
 #pragma once
 
 #include "kernels/sm90/block/arguments.cuh"
@@ -14,8 +14,8 @@ namespace moeos::sm90 {
 
 static_assert(kRouteDepth <= kNarrowDepth);
 
-/// Slices of a block's Route: those of a bank's depth in order, one bank behind the other. Steps
-/// are counted in this order, too.
+/// Slices of a block's Route: the slices of each bank's depth in order, one bank after the other.
+/// Steps are counted in this order, too.
 inline constexpr u32 kRouteSteps = ceil_div(kShape.hidden, kRouteStepColumns);  // of a bank
 inline constexpr u32 kBankSlices = kGeometry.route_slices / kRouteBanks;
 inline constexpr u32 kSliceSteps = ceil_div(kRouteSteps, kBankSlices);
@@ -26,7 +26,7 @@ inline u32 first_step_of(u32 slice) {
 }
 inline u32 steps_of_slice(u32 slice) { return first_step_of(slice + 1) - first_step_of(slice); }
 
-/// What a Route part multiplies: a block's tokens, over some slices.
+/// The share of a Route part: a block's tokens, over some slices.
 struct RouteShare {
   TokenRange tokens;
   u32 first_slice;
@@ -41,7 +41,7 @@ struct RouteShare {
   u32 steps() const { return first_step_of(end_slice) - first_step_of(first_slice); }
 };
 
-/// A Route part's operands: slices of a block's tokens, and of the router's weights.
+/// Loads a Route part's operands: slices of a block's tokens, and of the router's weights.
 inline void load_route(const RankArguments& arguments, const RouteShare& share, Loader& loader) {
   const u32 n = Machine::lane() / 2;
   const bool of_gate = Machine::lane() % 2 != 0;
@@ -63,7 +63,7 @@ inline void load_route(const RankArguments& arguments, const RouteShare& share, 
       });
 }
 
-/// d += a block's 64 tokens times the router's weights, over so many steps of the depth and this
+/// d += a block's 64 tokens times the router's weights, over `steps` steps of the depth and this
 /// warpgroup's half of each.
 inline void multiply_logits(float (&d)[kRouteSums], u32 steps, u32 group, Shared& shared,
                             RingPosition<kStages>& stage) {

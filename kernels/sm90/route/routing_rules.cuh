@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The routing rules: which experts a token goes to, and with what weights, out of its logits. By a
-// warp a token, whose lanes have experts that follow each other.
+// The routing rules: which experts a token goes to, and with what weights, from its gate logits. A
+// warp routes one token; each lane has consecutive experts.
 //
 // A choice is a reduction over the warp, which is one instruction for integers, and a ballot: the
-// largest of what is left, and the first lane that has it. So what experts are selected by becomes
-// an integer that is in the same order. May not know: where logits come from.
+// largest remaining value, and the first lane that has it. So the values by which experts are
+// selected become integers in the same order. Must not depend on: where logits come from.
 #pragma once
 
 #include "kernels/sm90/block/arguments.cuh"
@@ -20,17 +20,17 @@ static_assert(kGeometry.top_k <= Machine::kLanes, "each choice of a token has a 
 inline constexpr u32 kPairsOfChoice = kGeometry.pairs_of_choice();
 inline constexpr float kLeast = -1e30F;  // two of them are above minus infinity
 
-/// Logits of a token that one lane has.
+/// The logits of a token that one lane has.
 inline constexpr u32 kLogitsEach = kLogits / Machine::kLanes;
 inline u32 expert_of(u32 i) { return Machine::lane() * kLogitsEach + i; }
 
-/// To all but Combine a pair with a zero expert is an unused slot; its weight, which is not 0,
-/// tells it apart.
+/// Except for Combine, a pair with a zero expert is an unused slot; its weight, which is not 0,
+/// distinguishes it.
 inline u32 real_expert(u32 expert) {
   return kShape.zero_experts > 0 && expert >= kGeometry.routed_experts() ? kNone : expert;
 }
 
-/// Where a pair with an expert goes (placement.hpp).
+/// The place of a pair with an expert (placement.hpp).
 inline u32 place_of(const RankArguments& arguments, const RankMemory& memory, u32 pair,
                     u32 expert) {
   if constexpr (kGeometry.placed()) {
@@ -40,7 +40,8 @@ inline u32 place_of(const RankArguments& arguments, const RankMemory& memory, u3
 }
 
 /// Notes which zero expert a pair has, or that it has none, where a pair with a place has its row:
-/// no row of this one comes back. For who looks at the routing behind the call, and for gradients.
+/// a pair without a place has no row that comes back. For readers of the routing after the call,
+/// and for gradients.
 inline void note_placeless(const RankMemory& memory, u32 pair, u32 place, u32 expert) {
   if constexpr (kShape.zero_experts > 0) {
     if (place == kNone) {
@@ -48,13 +49,13 @@ inline void note_placeless(const RankMemory& memory, u32 pair, u32 place, u32 ex
     }
   }
 }
-/// Whether that is a zero expert.
+/// Whether a pair has a zero expert.
 inline bool has_zero_expert(const RankMemory& memory, u32 pair) {
   return kShape.zero_experts > 0 && memory.pair_expert[pair] == kNone &&
          memory.pair_row[pair] != kNone;
 }
 
-/// A number in the order of floats, of both zeros the same; kChosen is below that of every float.
+/// A number in the order of floats, equal for both zeros; kChosen is below that of every float.
 inline u32 ordered(float value) {
   const u32 bits = __builtin_bit_cast(u32, value + 0.0F);
   return bits ^ (static_cast<u32>(static_cast<i32>(bits) >> 31) | 0x80000000U);
@@ -65,7 +66,7 @@ inline float from_ordered(u32 number) {
 }
 inline constexpr u32 kChosen = 0;
 
-/// Of an fp32 router as exact as fp32, since scores decide like logits.
+/// As exact as fp32 for an fp32 router, since scores decide like logits.
 inline float exponential(float value) { return kShape.fp32_router ? expf(value) : __expf(value); }
 
 inline float sum_of_lanes(float value) {
@@ -77,12 +78,12 @@ inline float sum_of_lanes(float value) {
 }
 
 /// The routing rules (thesis section 5.1; DeepSeek-V3's groups), applied to one token's logits.
-/// Every function by the whole warp.
+/// Every function is called by the whole warp.
 class Token {
  public:
   /// Chooses the experts of `token`, whose logits logit_of(expert) has; false when they are not
-  /// finite. `told`: the epoch of a call whose processors are told at once, or 0. Lane n writes the
-  /// token's nth pair.
+  /// finite. `told`: the epoch of a call whose processors get each choice at once, or 0. Lane n
+  /// writes the token's nth pair.
   template <class LogitOf>
   static bool choose(LogitOf logit_of, const RankArguments& arguments, const RankMemory& memory,
                      u32 token, u32 told) {
@@ -137,7 +138,7 @@ class Token {
   }
 
  private:
-  /// Whether a lane has another pair of the choice that the lane before has.
+  /// Whether a lane has another pair of the previous lane's choice.
   static bool lane_repeats() { return Machine::lane() % kPairsOfChoice != 0; }
 
   /// Whether scores need the sum of all exponentials: not where logits choose, and weights are
@@ -169,7 +170,7 @@ class Token {
   }
 
   struct Rule {
-    float top;          // of the token's logits
+    float top;          // largest of the token's logits
     float inverse_sum;  // of exp(logit - top)
     const float* selection_bias;
 
@@ -182,18 +183,18 @@ class Token {
                                                 : 1.0F / (1.0F + exponential(-logit));
     }
     /// A score in proportion to the others of its token, `top` being the largest logit among these.
-    /// All of them may be too small for fp32; the share of the largest is not.
+    /// All scores may be too small for fp32; the share of the largest is not.
     float share(float logit, float top) const {
       if constexpr (kShape.scoring == Scoring::softmax) {
         return exponential(logit - top);
       }
-      const float low = fminf(top, 0.0F);  // below, scores fall as exponentials do
+      const float low = fminf(top, 0.0F);  // below 0, scores fall as exponentials do
       if constexpr (kShape.scoring == Scoring::sigmoid) {
         return exponential(fminf(logit, 0.0F) - low) / (1.0F + exponential(-fabsf(logit)));
       }
       return logit < kSoftplusTail ? expf(0.5F * (logit - low)) : score(logit) * expf(-0.5F * low);
     }
-    /// What experts are selected by.
+    /// The value by which experts are selected.
     float choice(float logit, u32 expert) const {
       if constexpr (kSelectionBias) {
         // A bias of NaN or −∞ makes an expert the last choice, but a choice: k different experts
@@ -254,8 +255,8 @@ class Token {
     }
   }
 
-  /// Takes the largest choice that is left, and says whose it is: the lower expert's among equals.
-  /// The next one need not wait for whose it is: only for which lane's.
+  /// Takes the largest remaining choice, and returns its expert: the lower one among equals. The
+  /// next choice depends only on the lane that has it, so it need not wait for the expert.
   static u32 take_best(u32 (&choices)[kLogitsEach]) {
     u32 mine = choices[0];
     u32 at = 0;
@@ -276,10 +277,10 @@ class Token {
   }
 
   static constexpr u32 kGroupSize = kGeometry.routed_experts() / kShape.expert_groups;
-  /// Whether all of a lane's experts are of one group.
+  /// Whether all of a lane's experts are in one group.
   static constexpr bool kOneGroupEach = kGroupSize % kLogitsEach == 0;
 
-  /// The two best choices, so far, of those that this lane has of a group.
+  /// The two best choices so far among this lane's choices in a group.
   struct BestTwo {
     u32 first = kChosen;
     u32 second = kChosen;
@@ -290,7 +291,7 @@ class Token {
     }
   };
 
-  /// Leaves the choices of the best groups.
+  /// Keeps only the choices of the best groups.
   static void close_groups(u32 (&choices)[kLogitsEach]) {
     static_assert(kShape.expert_groups <= Machine::kLanes, "a lane keeps a group's score");
     const auto group_of = [](u32 i) { return expert_of(kOneGroupEach ? 0 : i) / kGroupSize; };

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Puts between ranks whose heaps one GPU addresses: stores, in the order that the contract asks
-// for.
+// Puts between ranks whose heaps one GPU addresses: stores, in the order that the contract
+// requires.
 //
 // For virtual ranks of one launch that treat each other as remote: everything but the network runs,
-// staging, requests, windows and echoes, and a sanitizer sees all of it. May not know: what is put.
+// staging, requests, windows and echoes, and a sanitizer sees all of it. Must not depend on: the
+// contents of puts.
 #pragma once
 
 #include "runtime/platform/concept.hpp"

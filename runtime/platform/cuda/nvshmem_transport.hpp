@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Puts by NVSHMEM: over RDMA where there is no NVLink, through mapped memory where there is.
 //
-// NVSHMEM is compiled into the kernel as it stands in its headers, and not linked from its device
-// library: a call to another compilation unit anywhere in a kernel makes ptxas serialise WGMMA and
-// ignore setmaxnreg (C7509 and C7504), which costs every layer more than puts can. Inlined there is
-// no IBGDA; requests go to NVSHMEM's proxy thread on the host. Its version and state are constants
-// of this module that the host has NVSHMEM fill in (culibrary_init). May not know: what is put.
+// NVSHMEM is compiled into the kernel from its headers, and not linked from its device library: a
+// call to another compilation unit anywhere in a kernel makes ptxas serialise WGMMA and ignore
+// setmaxnreg (C7509 and C7504), which costs every layer more than puts can gain. Inlined, there is
+// no IBGDA; requests go to NVSHMEM's proxy thread on the host. NVSHMEM's version and state are
+// constants of this module that the host has NVSHMEM fill in (culibrary_init). Must not depend on:
+// the contents of puts.
 #pragma once
 
 #include "runtime/platform/concept.hpp"
@@ -27,7 +28,7 @@ using cuda::std::is_unsigned;
 #undef NVSHMEM_IBGDA_SUPPORT
 #define NVSHMEM_ENABLE_ALL_DEVICE_INLINING
 #include <device_host/nvshmem_common.cuh>
-// Declares the state as one that other units see, which is how the host finds it.
+// Declares the state with external linkage, which is how the host finds it.
 #define __CUDACC_RDC__
 #include <non_abi/device/threadgroup/nvshmemi_common_device_defines.cuh>
 #undef __CUDACC_RDC__
@@ -39,9 +40,9 @@ __constant__ nvshmemi_version_t nvshmemi_device_lib_version_d = {
 
 namespace moeos::cuda {
 
-/// By a warp, the functions are those behind nvshmemx_putmem_nbi_warp,
-/// nvshmemx_putmem_signal_nbi_warp and nvshmemx_signal_op, whose header brings all of NVSHMEM's
-/// collectives with it.
+/// By a warp, the functions are those that nvshmemx_putmem_nbi_warp,
+/// nvshmemx_putmem_signal_nbi_warp and nvshmemx_signal_op call; their header includes all of
+/// NVSHMEM's collectives.
 class NvshmemTransport {
  public:
   static constexpr bool kExists = true;
@@ -50,7 +51,7 @@ class NvshmemTransport {
   explicit NvshmemTransport(u8* const* heaps) : heaps_(heaps) {}
 
   /// What NVSHMEM's own waits do when they end: some network cards' writes are in order for a
-  /// reader only behind this.
+  /// reader only after this.
   static void acquire_arrivals() {
     if (threadIdx.x % 32 == 0) {
       nvshmemi_transfer_syncapi_update_mem();

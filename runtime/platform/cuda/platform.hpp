@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The GPU's machine: a block is a block, a warp has 32 lanes, direct peers are mapped memory over
-// NVLink, and remote ones are left to a transport (a file beside this one).
+// NVLink, and remote peers are left to a transport (another file of this folder).
 //
-// Knows PTX's memory model (ld/st/atom/fence with .cta, .gpu, .sys); may not know the heap's layout
-// or what an actor does with a word. Compiled by NVRTC with device as the default execution space,
-// so it carries no annotations.
+// Knows PTX's memory model (ld/st/atom/fence with .cta, .gpu, .sys). Must not depend on: the heap's
+// layout, what an actor does with a word. Compiled by NVRTC with device as the default execution
+// space, so it carries no annotations.
 #pragma once
 
 #include "runtime/platform/concept.hpp"
@@ -12,7 +12,7 @@
 
 namespace moeos::cuda {
 
-/// What a machine whose peers are all direct has in place of a transport.
+/// The transport of a machine whose peers are all direct.
 class NoTransport {
  public:
   static constexpr bool kExists = false;
@@ -133,7 +133,7 @@ class Machine {
     }
     return before;
   }
-  /// A reduction: it comes back with nothing, so nothing waits for it.
+  /// A reduction: it returns nothing, so nothing waits for it.
   template <Scope S>
   static void count_relaxed(u32* word, u32 value) {
     if constexpr (S == Scope::block) {
@@ -184,7 +184,7 @@ class Machine {
     return compare_exchange_relaxed<S>(word, expected, desired) == expected;
   }
 
-  /// Rare and of system scope alone: it only raises failures.
+  /// Rare and only of system scope: it only raises failures.
   template <Scope S>
   static bool compare_exchange_release(u64* word, u64 expected, u64 desired) {
     static_assert(S == Scope::system);
@@ -197,11 +197,10 @@ class Machine {
     return before == expected;
   }
 
-  // PTX defines a release as a fence before, and an acquire as a fence behind, a relaxed access
-  // (PTX ISA, memory consistency model, "release and acquire patterns"): so every stronger access
-  // is made of the four above. A fence that only acquires waits for nothing, while one that
-  // releases waits for this thread's stores: about as long as a load from L2, and longer beside
-  // stores of others.
+  // PTX defines a release as a fence before, and an acquire as a fence after, a relaxed access (PTX
+  // ISA, memory consistency model, "release and acquire patterns"): so every stronger access is
+  // made of the four above. A fence that only acquires waits for nothing, while one that releases
+  // waits for this thread's stores: about as long as a load from L2, and longer while others store.
   template <Scope S, class T>
   [[nodiscard]] static T load_acquire(const T* word) {
     const T value = load_relaxed<S>(word);
@@ -234,9 +233,9 @@ class Machine {
   [[nodiscard]] static u32 poll_add(u32* word, u32 value) {
     return add_relaxed<S>(word, value);
   }
-  // By all lanes. What one lane has read is acquired for all: a fence speaks for its own thread's
+  // By all lanes. What one lane has read is acquired for all: a fence covers its own thread's
   // loads, and a shuffle by which the others learn of them orders nothing (PTX ISA, memory
-  // consistency model, "synchronizes-with"); the barrier behind it does.
+  // consistency model, "synchronizes-with"); the barrier after it does.
   template <Scope S>
   static void acquire_fence() {
     acquiring_fence<S>();
@@ -327,7 +326,7 @@ class Machine {
 
   static constexpr u32 kAllLanes = 0xFFFFFFFFU;
 
-  /// The shared-memory address of a word of Scope::block: all of them are OsMemory's.
+  /// The shared-memory address of a word of Scope::block: all such words are OsMemory's.
   static u32 in_shared_memory(const u32* word) {
     return static_cast<u32>(__cvta_generic_to_shared(word));
   }

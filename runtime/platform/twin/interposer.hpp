@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Hooks of the twin's machine: what a test puts between the runtime and memory, clock and network.
 //
-// None is installed in ordinary use. May not know: what a word means, who accesses it.
+// None is installed in ordinary use. Must not depend on: what a word means, which actor accesses
+// it.
 #pragma once
 
 #include "runtime/platform/concept.hpp"
@@ -9,22 +10,22 @@
 
 namespace moeos::twin {
 
-/// What happens around the accesses of the calling thread. Set for the thread's life by whoever
-/// runs it, never from the runtime.
+/// What happens around the accesses of the calling thread. The thread's creator sets it for the
+/// thread's life; the runtime never does.
 class Interposer {
  public:
   virtual ~Interposer() = default;
   /// Before each atomic access.
   virtual void at_access() = 0;
-  /// In place of a pause between two looks; false: pause as usual.
+  /// Instead of a pause between two looks; false: pause as usual.
   virtual bool at_pause() { return false; }
-  /// In place of the clock, in nanoseconds; 0: the machine's own.
+  /// Instead of the clock, in nanoseconds; 0: the machine's own.
   virtual u64 now_ns() { return 0; }
 };
 
 inline thread_local Interposer* interposer = nullptr;
 
-/// What else the calling thread has to see to while it waits.
+/// What else the calling thread must attend to while it waits.
 class Bystander {
  public:
   virtual ~Bystander() = default;
@@ -34,8 +35,8 @@ class Bystander {
 
 inline thread_local Bystander* bystander = nullptr;
 
-/// A network card in place of puts that are done when they return. Its functions have the contract
-/// of Platform's puts (runtime/platform/concept.hpp), of one rank.
+/// A network card instead of puts that are done when they return. Its functions have the contract
+/// of Platform's puts (runtime/platform/concept.hpp), for one rank.
 class Nic {
  public:
   virtual ~Nic() = default;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The twin's machine: a block is a thread, a warp has one lane, peers are mapped memory.
 //
-// Knows C++ atomics, clocks and sleeping; may not know the heap's layout or what an actor does with
-// a word. Ranks may share a process (virtual ranks) or only memory (one process a rank):
+// Knows C++ atomics, clocks and sleeping. Must not depend on: the heap's layout, what an actor does
+// with a word. Ranks may share a process (virtual ranks) or only memory (one process a rank):
 // std::atomic_ref serves both, because lock-free atomics are address-free.
 #pragma once
 
@@ -33,9 +33,9 @@ class Machine {
   static constexpr u32 kReturnsSubscribers = MOEOS_TWIN_RETURNS_SUBSCRIBERS;
   static constexpr bool has_faults() { return true; }
 
-  /// heaps[p]: rank p's heap as mapped in this process. The runtime is told that it can address
-  /// only the ranks of `self`'s node, and reaches the others by puts: the RDMA path without a NIC,
-  /// unless there is one.
+  /// heaps[p]: rank p's heap as mapped in this process. To the runtime, only the ranks of `self`'s
+  /// node are addressable, and it reaches the others by puts: the RDMA path without a NIC, unless
+  /// there is one.
   Machine(u8* const* heaps, u32 self, u32 ranks_per_node, Nic* nic = nullptr)
       : heaps_(heaps), node_(self / ranks_per_node), ranks_per_node_(ranks_per_node), nic_(nic) {}
 
@@ -182,7 +182,7 @@ class Machine {
   u8* peer(u32 rank) const { return rank / ranks_per_node_ == node_ ? heaps_[rank] : nullptr; }
 
   // Without a card a put is done when it returns, so a release on the signal or word is all the
-  // order that it needs. Of a signal the runtime reads the lower half alone.
+  // order that it needs. The runtime reads only the lower half of a signal.
   void put(u32 rank, u64 offset, const void* source, u64 bytes) const {
     if (nic_ != nullptr) {
       nic_->put(rank, offset, source, bytes);

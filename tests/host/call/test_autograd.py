@@ -469,6 +469,69 @@ def test_a_main_grad_that_cannot_be_is_refused_before_anything_is_sent(
     virtual.run(rank_main, ranks=1)
 
 
+@pytest.mark.parametrize(
+    ("shares", "said"),
+    [
+        (lambda layer, call: {"w2": layer.w2.data}, "w2 shares memory with w2, so"),
+        (lambda layer, call: {"w2": _within(layer.w1, layer.w2)}, "w2 shares memory with w1, so"),
+        (lambda layer, call: {"b2": _within(call.x, layer.b2)}, "b2 shares memory with x, so"),
+        (
+            lambda layer, call: {"b2": _within(_moved(call.weights), layer.b2)},
+            "b2 shares memory with topk_weights, so",
+        ),
+        (
+            lambda layer, call: {
+                "w1": (whole := torch.zeros_like(layer.w1)),
+                "w2": _within(whole, layer.w2),
+            },
+            "w2 shares memory with main_grad of w1, so",
+        ),
+    ],
+    ids=["itself", "another parameter", "x", "topk_weights", "another main_grad"],
+)
+def test_a_main_grad_that_is_written_over_something_else_is_refused(
+    shares: Callable[[Any, Call], dict[str, Tensor]], said: str
+) -> None:
+    cfg = config(bias=True)
+    weights = draw_weights(cfg)
+
+    def rank_main(world: World) -> None:
+        layer = weights.layer(world).requires_grad_()
+        call = draw_given_call(cfg, 100, 0)
+        for name, main_grad in shares(layer, call).items():
+            getattr(layer, name).main_grad = main_grad
+        before = {name: one.clone() for name, one in layer.state_dict().items()}
+        with pytest.raises(ValueError, match=f"main_grad of {said} .*: keep torch.zeros_like"):
+            call(layer)
+        assert all(torch.equal(one, before[name]) for name, one in layer.state_dict().items())
+        # As the sentence says, also where one buffer holds all.
+        parts = (layer.w1, layer.b1, layer.w2, layer.b2)
+        buffer = torch.zeros(sum(part.numel() for part in parts))
+        for part, room in zip(parts, buffer.split([p.numel() for p in parts]), strict=True):
+            part.main_grad = room.view(part.shape)
+        call(layer).sum().backward()
+        assert all(part.main_grad.any() for part in parts)
+        layer.w1.main_grad = layer.w1.data
+        with pytest.raises(ValueError, match="main_grad of w1 shares memory with w1, so"):
+            call(layer)
+
+    virtual.run(rank_main, ranks=1)
+
+
+def _moved(tensor: Tensor) -> Tensor:
+    """The memory in which it lies now, with room after it."""
+    memory = torch.cat([tensor.detach().flatten(), torch.zeros(1024)])
+    tensor.data = memory[: tensor.numel()].view(tensor.shape)
+    return memory
+
+
+def _within(memory: Tensor, like: Tensor) -> Tensor:
+    """A tensor of the shape of `like` that begins in that memory."""
+    flat = memory.detach().view(-1)[4:]
+    assert flat.numel() >= like.numel()
+    return flat[: like.numel()].view(like.shape)
+
+
 @contextlib.contextmanager
 def tensors_made_with(dtype: torch.dtype, device: str) -> Iterator[None]:
     """What `torch.zeros` and its like take where nobody says."""
@@ -731,6 +794,34 @@ def test_what_has_no_gradient_is_refused_by_name() -> None:
     virtual.run(rank_main, ranks=1)
 
 
+def test_a_subclass_of_a_parameter_is_refused_and_the_remedy_works() -> None:
+    class Own(torch.nn.Parameter):
+        pass
+
+    class Marked(torch.Tensor):
+        pass
+
+    weights = draw_weights(config())
+    call = draw_call(weights.cfg, 10, 0)
+
+    def rank_main(world: World) -> None:
+        layer = weights.layer(world).requires_grad_()
+        w2 = Own(layer.w2.data)
+        layer.w2 = w2
+        said = r"MoELayer has no backward of a Own, which w2 is, .*: keep a plain torch\.nn\.Par"
+        with pytest.raises(RuntimeError, match=said):
+            layer(call.x)
+        layer.w2 = torch.nn.Parameter(w2.data.as_subclass(torch.Tensor))  # as the error says
+        marked = call.x.as_subclass(Marked)
+        with pytest.raises(RuntimeError, match=r"of a Marked, which x is, .* plain x\.as_subclass"):
+            layer(marked)
+        y = layer(marked.as_subclass(torch.Tensor))
+        y.sum().backward()
+        assert layer.w2.grad is not None
+
+    virtual.run(rank_main, ranks=1)
+
+
 def test_gradients_are_bitwise_the_same_wherever_experts_lie() -> None:
     cfg = config(experts=6, top_k=2)
     weights = draw_weights(cfg)
@@ -807,6 +898,35 @@ def test_tensors_that_have_changed_since_are_found(compiled: bool) -> None:
 
     torch._dynamo.reset()
     virtual.run(rank_main, ranks=1)
+
+
+@pytest.mark.parametrize("as_operators", [False, True], ids=["", "operators"])
+@pytest.mark.parametrize("save", ["nothing", "preactivation"])
+def test_a_backward_is_of_the_memory_that_its_forward_has_read(
+    save: Any, as_operators: bool
+) -> None:
+    """Whatever `.data` of a parameter, or of x and the routing, has become since."""
+    cfg = config(bias=True, shared_experts=1, shared_intermediate=32, shared_gate=True, save=save)
+    weights = draw_weights(cfg)
+    calls = [draw_given_call(cfg, 30, 0)]
+    through = torch.profiler.profile() if as_operators else contextlib.nullcontext()
+
+    def rank_main(world: World) -> Gradients:
+        layer, call = weights.layer(world).requires_grad_(), leaves_of(calls[0])
+        d_out = drawn(call, 0)
+        with through:
+            y = call(layer)
+        read = [call.x, call.weights, *layer.parameters()]
+        assert len(read) == 2 + 8
+        with torch.no_grad():
+            for tensor in read:
+                assert tensor is not None
+                turned = torch.full(tensor.shape[::-1], 3.0)
+                tensor.data = turned.permute(*range(tensor.dim())[::-1])
+        y.backward(d_out)
+        return found_of(call, layer)
+
+    assert_match(weights, calls, virtual.run(rank_main, ranks=1))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)

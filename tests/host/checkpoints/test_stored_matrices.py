@@ -388,6 +388,32 @@ def test_a_part_that_does_not_fit_is_named(how: Any, damage: Any, message: str) 
         read(config(), names)
 
 
+@pytest.mark.parametrize("extra", ["weight_scale", "weight_scale_2", "weight_zero_point"])
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_an_expert_that_has_a_part_of_another_format_is_named(number: int, extra: str) -> None:
+    names, _, _ = block(fp8_blocks)
+    own = f"{PREFIX}experts.{number}.up_proj.weight"
+    parts = sorted(["weight", "weight_scale_inv", extra])
+    names[f"{PREFIX}experts.{number}.up_proj.{extra}"] = torch.ones(1)
+    said = f"^{re.escape(own)} has the parts {', '.join(parts)}, which is no format that can be"
+    with pytest.raises(ValueError, match=said):
+        read(config(), names)
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_an_expert_in_another_format_than_the_others_is_named(number: int) -> None:
+    names, _, _ = block(fp8_blocks)
+    others, _, _ = block(int8_rows)
+    of_expert = f"{PREFIX}experts.{number}.up_proj."
+    names = {name: part for name, part in names.items() if not name.startswith(of_expert)}
+    names |= {name: part for name, part in others.items() if name.startswith(of_expert)}
+    said = rf"experts\.{number}\.up_proj\.weight has the parts weight, weight_scale, and .*" + (
+        rf"experts\.{1 if number == 0 else 0}\.up_proj\.weight has weight, weight_scale_inv: .* one"
+    )
+    with pytest.raises(ValueError, match=said):
+        read(config(), names)
+
+
 def test_parts_of_no_format_are_named_with_the_formats_that_can_be_read() -> None:
     names, _, _ = block(nvfp4)
     names = {name: part for name, part in names.items() if not name.endswith(".weight_scale")}

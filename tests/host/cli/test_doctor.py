@@ -3,18 +3,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import Result
 from typer.testing import CliRunner
 
-from moeos.cli import extras, links, probes
+from moeos.cli import doctor, extras, links, probes
 from moeos.cli.app import app
 from moeos.cli.links import Link
 from moeos.cli.probes import Finding
+from moeos.partition import rates
 from moeos.system import files
 from tests.processes import MOEOS, mpirun
 
@@ -178,3 +182,73 @@ def test_of_several_ranks_one_speaks() -> None:
     assert ended.stdout.count("The twin: ranks") == 1
     assert "started by it" in ended.stdout
     assert 'layers run here with backend="twin"' in ended.stdout or "on the GPU" in ended.stdout
+
+
+def as_if_there_were(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs of these names, each of which measures the same; no probe takes long."""
+    found = {"blocks": 132, "bf16_flops": 8e14, "fp8_flops": 1.4e15, "memory_bytes": 4e12}
+    monkeypatch.setattr(probes, "TWIN", (lambda: Finding("the twin", True, ""),))
+    monkeypatch.setattr(probes, "GPU", (lambda: Finding("GPU", True, ""),))
+    monkeypatch.setattr(doctor.extras, "findings", list)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(doctor.machine, "gpus", lambda: names)
+    monkeypatch.setattr(doctor.device_rates, "measure", lambda: dict(found))
+    ends = list(itertools.permutations(range(len(names)), 2)) or [(0, 0)]
+    tried = [Link(*pair, 10, 300.0 + pair[0], "") for pair in ends]
+    monkeypatch.setattr(links, "try_local_links", lambda: tried)
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Result:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return CliRunner().invoke(app, ["doctor", "--measure", "--json", str(folder / "doctor.json")])
+
+
+def test_measured_rates_are_kept_by_the_name_of_the_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    as_if_there_were(["NVIDIA H100", "NVIDIA H200", "NVIDIA H100"], monkeypatch)
+    ended = measured(monkeypatch, tmp_path)
+    assert ended.exit_code == 0, ended.output
+    assert str(tmp_path / "moeos" / "device_rates.json") in ended.stdout
+    kept = rates.measured_rates()
+    assert json.loads((tmp_path / "doctor.json").read_text())["rates"] == kept
+    assert set(kept) == {"NVIDIA H100", "NVIDIA H200"}
+    assert set(kept["NVIDIA H100"]) == set(rates.MEASURABLE)
+    assert kept["NVIDIA H100"]["link_bytes"] == 301e9  # of four links, two from each of its GPUs
+    assert rates.rates_of("NVIDIA H100").bf16_flops == 8e14
+
+
+def test_a_single_gpu_keeps_no_rate_of_links(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    as_if_there_were(["NVIDIA H100"], monkeypatch)
+    assert measured(monkeypatch, tmp_path).exit_code == 0
+    assert "link_bytes" not in rates.measured_rates()["NVIDIA H100"]
+    assert rates.rates_of("NVIDIA H100").link_bytes == rates.H200.link_bytes
+
+
+def test_nothing_is_measured_without_a_gpu_or_by_several_ranks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    alone = measured(monkeypatch, tmp_path)
+    assert alone.exit_code == 3
+    assert "PyTorch sees no GPU: leave it out" in alone.stderr
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    several = measured(monkeypatch, tmp_path)
+    assert several.exit_code == 2
+    assert "given to 2 ranks" in several.stderr
+    assert "without a launcher" in several.stderr
+
+
+def test_a_foreign_file_is_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    as_if_there_were(["NVIDIA H100"], monkeypatch)
+    monkeypatch.setattr(doctor.device_rates, "measure", pytest.fail)
+    (tmp_path / "moeos").mkdir()
+    (tmp_path / "moeos" / "device_rates.json").write_text("not ours")
+    ended = measured(monkeypatch, tmp_path)
+    assert ended.exit_code == 2
+    assert str(tmp_path / "moeos" / "device_rates.json") in ended.stderr

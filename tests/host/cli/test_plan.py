@@ -16,6 +16,7 @@ from moeos.cli.shared import machine
 from moeos.compile.kernel_shape import KernelShape
 from moeos.engines.shared_heap import SharedHeap
 from moeos.engines.twin.engine import sizes_of
+from moeos.partition import rates
 from moeos.partition.slicing import Slicing
 from moeos.world import virtual
 from moeos.world.world import TwinOptions
@@ -386,6 +387,21 @@ def test_a_plan_says_which_gpu_its_layers_fit_into() -> None:
     assert invoke(QWEN, "--layers", layers)[1].count(": fits,") == 1
     fits = {gpu["name"]: gpu["fits"] for gpu in planned(QWEN, "--layers", layers)["gpus"]}
     assert (fits["H100"], fits["H200"]) == (False, True)
+
+
+def test_a_plan_says_whose_rates_it_uses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert planned(QWEN)["rates"] == {"here": None, "of": "NVIDIA H200"}
+    monkeypatch.setattr(machine, "gpus", lambda: ["NVIDIA Unheard Of"])
+    assert planned(QWEN)["rates"] == {"here": "NVIDIA Unheard Of", "of": "NVIDIA H200"}
+    out = invoke(QWEN)[1]
+    assert "NVIDIA Unheard Of, of which no rates are known: those of an NVIDIA H200" in out
+    rates.keep("NVIDIA Unheard Of", {"link_bytes": 1e11})
+    assert planned(QWEN)["rates"]["of"] == "NVIDIA Unheard Of"
+    out = invoke(QWEN)[1]
+    assert "no rates are known" not in out
+    assert "with an NVIDIA Unheard Of a rank" in out
+    assert "100 GB/s" in out
 
 
 # --- the verdict --------------------------------------------------------------------------------

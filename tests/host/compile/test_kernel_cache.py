@@ -14,6 +14,7 @@ import pytest
 
 from moeos.compile import kernel_cache
 from moeos.compile.kernel_cache import get_or_make
+from moeos.system import files
 from tests.processes import ForkedRanks
 
 KEY = "ab" + "0" * 62
@@ -309,7 +310,7 @@ def test_the_default_folder_is_where_the_desktop_standard_says(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", base)
     monkeypatch.setenv("HOME", "/h")
-    assert kernel_cache.default_folder() == Path(expected)
+    assert files.cache_folder() == Path(expected)
 
 
 def test_a_user_without_a_home_directory_gets_a_warning_and_a_kernel(

@@ -150,7 +150,13 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], object], type[Exception], str]] 
     "w2 transposed in place": (
         lambda w: w.update(w2=torch.zeros(8, 96, 64).transpose(1, 2)),
         ValueError,
-        r"w2 has strides \(6144, 1, 64\); it must be contiguous: keep w2\.contiguous\(\)",
+        r"w2 has strides \(6144, 1, 64\); it must be contiguous: keep w2\.contiguous\(\), or make "
+        r"moeos\.Experts with the other MoEConfig\(transposed=\.\.\.\), .* turned=True",
+    ),
+    "w2 with gaps": (
+        lambda w: w.update(w2=torch.zeros(8, 64, 192)[..., ::2]),
+        ValueError,
+        r"w2 has strides \(12288, 192, 2\); it must be contiguous: keep w2\.contiguous\(\)$",
     ),
     "w2 of another dtype": (
         lambda w: w.update(w2=w["w2"].double()),

@@ -174,12 +174,20 @@ class How(NamedTuple):
     compiled: bool = False
     pieces: int = 1
     main: torch.dtype | None = None
+    main_lies: torch.memory_format = torch.preserve_format
+    turned: bool = False
     wanted: tuple[str, ...] | None = None
     parallel: str = "expert"
     tensor_ranks: int | None = None
 
 
 EAGER = How()
+
+
+def turned(own: Tensors, how: How) -> Tensors:
+    """Each matrix with rows and columns exchanged, where calls are made so."""
+    matrices = {"w1", "w2", "w3"} if how.turned else set()
+    return own | {name: own[name].transpose(1, 2) for name in matrices & own.keys()}
 
 
 def found_of(
@@ -207,17 +215,19 @@ def found_of(
         if how.tensor_ranks is not None:
             options["tensor_ranks"] = how.tensor_ranks  # type: ignore[assignment]
         experts = Experts(cfg, world, **options)  # type: ignore[arg-type]
-        own = laid(mine(world.rank), layout)
+        own = turned(laid(mine(world.rank), layout), how)
         for name, tensor in own.items():
             tensor.requires_grad_(how.wanted is None or name in how.wanted)
             if how.main is not None:
-                tensor.main_grad = torch.ones_like(tensor, dtype=how.main)  # type: ignore[attr-defined]
+                tensor.main_grad = torch.ones_like(  # type: ignore[attr-defined]
+                    tensor, dtype=how.main, memory_format=how.main_lies
+                )
         before = {name: one.detach().clone() for name, one in own.items()}
         call = calls[world.rank]
         x, used = call.x.clone().requires_grad_(), call.weights.clone().requires_grad_()
 
         def called(x: Tensor, used: Tensor, own: Tensors) -> Tensor:
-            return experts(x, call.ids, used, pieces=how.pieces, **own)
+            return experts(x, call.ids, used, pieces=how.pieces, turned=how.turned, **own)
 
         run: Callable[..., Tensor] = called
         if how.compiled:
@@ -237,11 +247,12 @@ def found_of(
                 assert gradient is None
                 continue
             assert gradient.shape == tensor.shape
-            assert gradient.stride() == tensor.stride()
+            if how.main_lies == torch.preserve_format:
+                assert gradient.stride() == tensor.stride()
             assert gradient.dtype == (how.main or tensor.dtype)
             gradients[name] = gradient - (0 if how.main is None else 1)
         if how.wanted is None:
-            gradients = as_plain(gradients, layout)
+            gradients = as_plain(turned(gradients, how), layout)
         return {"y": y.detach(), "x": x.grad, "topk_weights": used.grad, **gradients}
 
     return virtual.run(rank_main, len(calls), twin=ONE_PROCESSOR)
@@ -364,6 +375,70 @@ def test_gradients_are_added_to_a_main_grad_that_lies_as_its_parameter(
         assert torch.equal(found[name], plain[name])
         if of_main == torch.float32:  # else what is added to 1 is rounded
             assert_close(found[name], right[name], torch.bfloat16, name)
+
+
+@pytest.mark.parametrize(
+    ("main_lies", "compiled", "layout", "dtypes"),
+    in_turn(
+        [torch.preserve_format, torch.contiguous_format],
+        [False, True],
+        [PLAIN, *LAYOUTS[:4]],
+        OF_MAIN,
+    ),
+    ids=str,
+)
+def test_a_parameter_that_lies_turned_has_its_gradient_in_main_grad(
+    main_lies: torch.memory_format,
+    compiled: bool,
+    layout: Layout,
+    dtypes: tuple[torch.dtype, torch.dtype],
+) -> None:
+    """Whether main_grad lies as the parameter does or is contiguous."""
+    dtype, of_main = dtypes
+    cfg = dataclasses.replace(BASE, dtype=dtype, bias=True)
+    how = How(main=of_main, main_lies=main_lies, turned=True, compiled=compiled)
+    calls = calls_of(cfg, (20,))
+    [found], [plain] = found_of(cfg, layout, calls, how), plain_of(cfg, (20,), EAGER, "spread")
+    [right] = right_of(cfg, (20,), "spread")
+    assert torch.equal(found["y"], plain["y"])
+    for name in drawn(cfg):
+        if of_main == torch.float32:  # else what is added to 1 is rounded
+            assert_close(found[name], right[name], dtype, name)
+        else:
+            assert (found[name] - right[name]).abs().max() <= 2**-8 * (1 + right[name].abs().max())
+
+
+@pytest.mark.parametrize("layout", [PLAIN, *LAYOUTS], ids=str)
+def test_a_turned_parameter_without_main_grad_has_a_gradient_that_lies_as_it_does(
+    layout: Layout,
+) -> None:
+    check(BASE, layout, (20, 17), How(turned=True))
+
+
+def test_a_turned_parameter_tells_megatron_that_its_gradient_was_added() -> None:
+    def rank_main(world: World) -> None:
+        own = {name: one.mT.contiguous().mT for name, one in drawn(BASE).items()}
+        for one in own.values():
+            one.requires_grad_()
+            one.main_grad = torch.zeros_like(one)  # type: ignore[attr-defined]
+            one.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+            one.zero_out_wgrad = True  # type: ignore[attr-defined]
+        call = call_of(BASE, 20, 0)
+        lying = {name: one.mT for name, one in own.items()}
+        assert all(one.is_contiguous() for one in lying.values())
+        experts = Experts(dataclasses.replace(BASE, transposed=True), world)
+        y = experts(call.x, call.ids, call.weights, **own, turned=True)
+        returned = torch.autograd.grad(y, [*own.values()], call.d_out, retain_graph=True)
+        assert not any(one.main_grad.any() for one in own.values())  # type: ignore[attr-defined]
+        y.backward(call.d_out)
+        for one, gradient in zip(own.values(), returned, strict=True):
+            assert torch.equal(one.main_grad, gradient)  # type: ignore[attr-defined]
+            assert one.grad_added_to_main_grad is True  # type: ignore[attr-defined]
+            assert one.grad is not None
+            assert not one.grad.any()
+            assert one.grad.stride() == one.stride()
+
+    virtual.run(rank_main, 1, twin=ONE_PROCESSOR)
 
 
 @pytest.mark.parametrize("transposed", [False, True])

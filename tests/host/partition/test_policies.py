@@ -14,8 +14,9 @@ from torch import Tensor
 import moeos
 from moeos import MoEConfig, MoELayer, World
 from moeos.engines.twin.engine import sizes_of
-from moeos.partition import policies, rates
+from moeos.partition import policies
 from moeos.partition.policies import Policy, Reduce
+from moeos.partition.rates import H200
 from moeos.partition.slicing import Parallel, Slicing, slicing_of
 from moeos.system.errors import ConfigMismatch
 from moeos.world import virtual
@@ -280,13 +281,13 @@ def test_no_more_tokens_are_read_in_place_than_a_tile_has_words_for() -> None:
 
 def test_rows_by_index_cost_what_was_fitted_and_few_tokens_are_read_in_place() -> None:
     assert Policy().in_place_tokens(QWEN) == 8
-    assert policies.gathers(QWEN, 8)
+    assert policies.gathers(H200, QWEN, 8)
     # What a tile of boxes costs says nothing of rows by index: these cost less here.
-    by_index, copied = policies.gathered_rows(QWEN, 8192), policies.copies(QWEN, 8192)
-    assert 0.5 * copied < by_index < copied < policies.boxes(QWEN, 8192) / 10
-    assert policies.token_major(QWEN, 8192) > by_index  # both products read by index
+    by_index, copied = policies.gathered_rows(H200, QWEN, 8192), policies.copies(H200, QWEN, 8192)
+    assert 0.5 * copied < by_index < copied < policies.boxes(H200, QWEN, 8192) / 10
+    assert policies.token_major(H200, QWEN, 8192) > by_index  # both products read by index
     wide = dataclasses.replace(QWEN, intermediate=768)
-    assert policies.gathered_rows(wide, 8192) > policies.copies(wide, 8192)
+    assert policies.gathered_rows(H200, wide, 8192) > policies.copies(H200, wide, 8192)
     for layout in ("expert_major", "expert_major_persistent"):
         assert Policy(layout).in_place_tokens(QWEN) == 0
 
@@ -363,20 +364,20 @@ def test_a_layer_that_gathers_by_the_costs_has_the_bits_of_copies() -> None:
 def test_the_kernel_adds_up_where_links_can_be_hidden_and_nccl_where_they_cannot() -> None:
     for tokens in (1, 8, 128, 4096, 16384):
         for ranks in (2, 4, 8):
-            assert not policies.reduces_after(QWEN, tokens, ranks)
+            assert not policies.reduces_after(H200, QWEN, tokens, ranks)
     # Of 8 ranks NCCL has the higher rate. So it wins where there is nothing to hide sums behind.
     thin = dataclasses.replace(QWEN, intermediate=8, top_k=1, experts=8)
-    assert policies.reduces_after(thin, 16384, 8)
-    assert not policies.reduces_after(thin, 8, 8)
-    assert not policies.reduces_after(thin, 16384, 2)
+    assert policies.reduces_after(H200, thin, 16384, 8)
+    assert not policies.reduces_after(H200, thin, 8, 8)
+    assert not policies.reduces_after(H200, thin, 16384, 2)
 
 
 def test_sums_end_with_the_products_or_with_the_links() -> None:
-    compute = policies.products(QWEN, 16384)
-    router = 2 * 16384 * 128 * 4096 / rates.H200_GEMM_FLOPS
-    assert policies.fused(QWEN, 16384, 1) == compute + router
-    both = policies.fused(QWEN, 16384, 8) - router
-    links = 2 * 16384 * 7 / 8 * 8192 / rates.H200_LINK_BYTES
+    compute = policies.products(H200, QWEN, 16384)
+    router = 2 * 16384 * 128 * 4096 / H200.bf16_flops
+    assert policies.fused(H200, QWEN, 16384, 1) == compute + router
+    both = policies.fused(H200, QWEN, 16384, 8) - router
+    links = 2 * 16384 * 7 / 8 * 8192 / H200.link_bytes
     assert max(compute, links) < both < compute + links
     # As the formula's maximum is over u, no share of the tokens ends later.
     shares = torch.linspace(0, 1, 10_001, dtype=torch.float64)

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -218,6 +221,43 @@ def test_a_token_that_has_no_scores_has_no_share_and_no_gradient() -> None:
     assert bool(scores.grad.isfinite().all())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("below", [1.0, 1e-3, 1e-6], ids=str)
+def test_shares_of_scores_that_no_normal_number_is_as_small_as(
+    dtype: torch.dtype, below: float
+) -> None:
+    """All tokens have equal scores, so each expert's share is 1 / E whatever these are."""
+    least = torch.finfo(dtype).tiny
+    probs = torch.full((2, LENGTH, EXPERTS), least * below / EXPERTS, dtype=dtype)
+    probs.requires_grad_()
+    ids = torch.arange(K).expand(2, LENGTH, K)
+    loss = training.sequence_load_balancing_loss_func(probs, ids, K, 0.5)
+    assert probs.detach().sum(-1).max() <= least * 1.001
+    assert loss.item() == pytest.approx(0.5, rel=1e-6)
+    [gradient] = torch.autograd.grad(loss, probs)
+    assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("low", [float("-inf"), -1e9, float("nan")], ids=str)
+def test_a_mask_that_is_added_to_scores_is_refused_and_the_remedy_works(low: float) -> None:
+    added = torch.where(padding() == 0, low, 0.0)
+    ids = torch.randint(EXPERTS, (BATCH, LENGTH, K), generator=torch.Generator().manual_seed(0))
+    logits = drawn(BATCH, LENGTH, EXPERTS)
+
+    flat, scores = logits.flatten(0, 1), logits.softmax(-1)
+    calls: list[Callable[[Tensor], Tensor]] = [
+        lambda mask: training.tokens_per_expert(ids, EXPERTS, mask),
+        lambda mask: training.load_balancing_loss_func(flat, EXPERTS, K, mask),
+        lambda mask: training.sequence_load_balancing_loss_func(scores, ids, K, 1.0, mask),
+        lambda mask: training.z_loss_func(logits, 1.0, mask),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"mask has negative .* pass (attention_)?mask == 0$"):
+            call(added)
+        for mask in (added == 0, padding().bool(), 0.5 * padding()):
+            assert torch.equal(call(mask), call(padding()))
+
+
 @pytest.mark.parametrize("how", ["no tokens", "all are padding"])
 def test_a_mean_over_nothing_is_zero_and_so_is_its_gradient(how: str) -> None:
     length = 0 if how == "no tokens" else LENGTH
@@ -254,6 +294,42 @@ def test_a_bias_moves_towards_the_mean_by_the_rate(dtype: torch.dtype) -> None:
     assert layers.tolist() == [[-1, 1, 0, -1], [-1, 0, 1, -1]]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "most"),
+    [
+        (torch.int8, 127),
+        (torch.uint8, 255),
+        (torch.int16, 32767),
+        (torch.int32, 34_000_000),
+        (torch.bfloat16, 2.0**120),
+        (torch.float16, 65504.0),
+        (torch.float32, 16_777_216.0),
+    ],
+    ids=str,
+)
+def test_counts_of_a_narrow_dtype_add_up(dtype: torch.dtype, most: float) -> None:
+    """128 experts, of which one has all that its dtype holds and the others have half of it."""
+    counts = torch.full((128,), most / 2, dtype=torch.float64).to(dtype)
+    counts[0] = most
+    numbers = [int(one) for one in counts.tolist()]
+    mean = Fraction(sum(numbers), len(numbers))
+    right = [(one < mean) - (one > mean) for one in numbers]
+    assert {*right} == {-1, 1}
+    found = training.get_updated_expert_bias(counts, torch.zeros(128), 1.0)
+    assert found.tolist() == right
+    assert found.dtype == torch.float32
+    assert [int(one) for one in counts.tolist()] == numbers
+
+
+def test_counts_of_a_narrow_dtype_add_up_over_ranks() -> None:
+    def rank_main(world: World) -> list[float]:
+        counts = torch.tensor([100, 0, 50], dtype=torch.int8)
+        found = training.get_updated_expert_bias(counts, torch.zeros(3), 1.0, dist.group.WORLD)
+        return found.tolist()
+
+    assert ranks_of_torch(rank_main, 2) == [[-1.0, 1.0, 0.0]] * 2
+
+
 def test_a_bias_may_be_of_all_ranks_counts() -> None:
     def rank_main(world: World) -> list[float]:
         counts = torch.tensor([[5, 0, 4], [0, 5, 1]])[world.rank]
@@ -275,6 +351,18 @@ def test_a_bias_may_be_of_all_ranks_counts() -> None:
             r"mask is \[3\]; it must be \[2\]",
         ),
         (lambda: training.load_balancing_loss_func((), 4), "gate_logits is empty"),
+        *(
+            (
+                functools.partial(training.load_balancing_loss_func, logits, 4),
+                "None; it must have the logits of each layer: .*output_router_logits=True",
+            )
+            for logits in (None, (None,))
+        ),
+        (
+            lambda: training.tokens_per_expert(torch.tensor(3), 4),
+            r"topk_ids is \[\]; it must be \[..., k\]",
+        ),
+        (lambda: training.z_loss_func(torch.tensor(3.0), 1.0), r"logits is \[\]; it must be"),
         (
             lambda: training.load_balancing_loss_func(torch.ones(2, 3), 4),
             r"gate_logits is \[2, 3\]; it must be \[2, 4\]",
@@ -314,6 +402,19 @@ def test_a_bias_may_be_of_all_ranks_counts() -> None:
         (
             lambda: training.get_updated_expert_bias(torch.ones(4), torch.ones(3), 1.0),
             r"expert_bias is \[3\]; it must be \[4\]",
+        ),
+        *(
+            (
+                functools.partial(
+                    training.get_updated_expert_bias, torch.ones(4).to(dtype), torch.ones(4), 1.0
+                ),
+                f"tokens_per_expert has dtype {dtype}; it must be an integer",
+            )
+            for dtype in (torch.bool, torch.complex64, torch.float8_e4m3fn)
+        ),
+        (
+            lambda: training.get_updated_expert_bias(torch.ones(4), torch.ones(4).long(), 1.0),
+            "expert_bias has dtype torch.int64; it must be floating point",
         ),
     ],
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from moeos.partition.rates import H200, DeviceRates, rates_of
 from moeos.system import host_memory
 from moeos.world.world import World
 
@@ -63,6 +64,14 @@ def gpus() -> list[str]:
     """The names of the GPUs that PyTorch can use."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return [torch.cuda.get_device_name(index) for index in range(count)]
+
+
+def rates() -> tuple[str | None, DeviceRates]:
+    """The first GPU that PyTorch can use, and the rates by which layers on it choose layouts.
+    Without a GPU: None, and those of an H200. Raises as `moeos.partition.rates.rates_of` does.
+    """
+    here = gpus()
+    return (here[0], rates_of(here[0])) if here else (None, H200)
 
 
 def gpu_memory() -> dict[str, int]:

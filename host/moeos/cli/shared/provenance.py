@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 
-def commit() -> dict[str, Any] | None:
-    """The commit of this source tree and whether files differ from it; None outside of git."""
+def commit(folder: Path = Path(__file__).parent) -> dict[str, Any] | None:
+    """The commit of a source tree, of this one unless said, and which files differ from it; None
+    outside of git.
+    """
 
     def git(*arguments: str) -> str:
-        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        command = ["git", "-C", str(folder), *arguments]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
         return ended.stdout.strip()
 
