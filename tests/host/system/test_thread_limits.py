@@ -103,7 +103,7 @@ moeos.virtual.run(lambda world: call(moeos.MoELayer(cfg, world)), 1)
 limits.become_nobody()
 def work():
     limits.allow(limits.threads_of_this_process() + 1)
-    with moeos.init(twin=moeos.TwinOptions(processors=1)) as world:
+    with torch.no_grad(), moeos.init(twin=moeos.TwinOptions(processors=1)) as world:
         call(moeos.MoELayer(cfg, world))
     print("right", flush=True)
 thread = threading.Thread(target=work)
