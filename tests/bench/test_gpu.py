@@ -159,6 +159,7 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "coded_and_plain", lambda plain, cfg: {"moeos": plain})
     monkeypatch.setattr(gpu, "beside", lambda plain, group: None)
     stand_in = SimpleNamespace(gate=SimpleNamespace(selection_bias=None))
+    stand_in.requires_grad_ = lambda _: stand_in
     monkeypatch.setattr(gpu.moeos, "MoELayer", lambda cfg, world: stand_in)
     monkeypatch.setattr(gpu.moeos, "init", lambda *_, **__: contextlib.nullcontext())
 
