@@ -110,6 +110,7 @@ def test_two_launches_at_once_fail_by_name_or_are_right(
         assert {kind for kind, _ in failures(layer)} == {FailureKind.NONE}
 
 
+@pytest.mark.nightly
 def test_many_launches_at_once_end(weights: Weights, library: Library) -> None:
     layer = EmulatedLayer(library(2), weights, 2)
     launches = [draw_calls(weights, 2, number) for number in range(4)]

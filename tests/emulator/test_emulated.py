@@ -280,10 +280,9 @@ IN_EVERY_RUN = (
     "large experts, full tiles of two sources",
     "two ranks, odd sizes, biases",
     "second GEMMs in halves",
-    "eight ranks, capacity",
     "cells as rings, places in turn",
 )
-"""Plans by arrival and up front, each type, and one, two and eight ranks. In every run groups are
+"""Plans by arrival and up front, each type, and one and two ranks. In every run groups are
 in test_banks.py, and an fp32 router is in test_rules.py."""
 
 
