@@ -4,7 +4,7 @@
 Importing PyTorch takes two seconds of a core. One process does it once, and is forked for each
 program. What it forks runs to its interpreter's end: callbacks, threads, streams and status are as
 of a program that was started. Who tests the start, or an environment that is read there, starts
-one. May not know: moeos, which a program imports itself.
+one. Must not depend on: moeos, which a program imports itself.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 """Runs groups of tests in forked processes: `--numprocesses N`. Holds no test.
 
 Tests are imported and collected once, which takes as long as many of them together. Then workers
-are forked, and each takes the next group until none is left. May not know: moeos, what a group is.
+are forked, and each takes the next group until none is left. Must not depend on: moeos, the content
+of a group.
 """
 
 from __future__ import annotations

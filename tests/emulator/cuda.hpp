@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// CUDA's built-ins as the emulated kernel finds them. May not know: moeos.
+// CUDA's built-ins as the emulated kernel finds them. Must not depend on: moeos.
 #pragma once
 
 #include <algorithm>

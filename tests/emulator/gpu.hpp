@@ -6,7 +6,7 @@
 // copies land after a delay drawn from it, so a run that fails is repeated exactly by its seed. All
 // memory accesses are ordered: a missing fence is not found here (ThreadSanitizer looks for those
 // on the twin), but whatever hangs, meets the wrong lanes, or relies on the order of warps and
-// copies is. May not know: moeos.
+// copies is. Must not depend on: moeos.
 #pragma once
 
 #include <cstddef>

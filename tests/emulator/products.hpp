@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The emulated GPU's matrix products: what one lane computes of them. They are compiled once for
-// all kernels, and optimised, as most of a kernel's own work is in them. May not know: kernels.
+// all kernels, and optimised, as most of a kernel's own work is in them. Must not depend on:
+// kernels.
 #pragma once
 
 namespace emulator {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What codes of weights mean, from their definitions and in double precision: what
-// kernels/element_formats.hpp is compared with. May not know: how that computes it.
+// kernels/element_formats.hpp is compared with. Must not depend on: how that computes it.
 #pragma once
 
 #include <array>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Couriers alone, under a schedule: a whole world seldom shows that one of them takes a chunk
-// behind another, to whom it was listed later. May not know: who watches.
+// behind another, to whom it was listed later. Must not depend on: who watches.
 #pragma once
 
 #include "kernels/twin/explore/schedule.hpp"

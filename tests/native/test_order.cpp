@@ -13,7 +13,7 @@
 // Usage: test_order SEED RUNS [HALF PLACE...]. Exits with 1 at the first report, or at the first
 // run that is wrong. Otherwise it prints the places of the program that ordered something, and
 // which half of an order each gave: acquire or release. Told places (in hexadecimal) and a half, it
-// runs as if these did not give it. May not know: what a word means.
+// runs as if these did not give it. Must not depend on: what a word means.
 #include <sys/mman.h>
 #include <unistd.h>
 

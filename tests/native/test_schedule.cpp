@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The explorer's clock passes however many fibers wait, and however often they look. May not know:
-// ranks, what an actor does.
+// The explorer's clock passes however many fibers wait, and however often they look. Must not
+// depend on: ranks, what an actor does.
 #include "kernels/twin/explore/schedule.hpp"
 #include "tests/native/expect.hpp"
 

@@ -2,7 +2,7 @@
 // The twin's machine with a warp of 32 lanes, as the GPU has, which take turns in one thread.
 //
 // A lane goes on until it asks for something of the others, and then the next one does. What only
-// some of the lanes ask for is an error. May not know what lanes work out.
+// some of the lanes ask for is an error. Must not depend on: what lanes compute.
 #pragma once
 
 #include <ucontext.h>

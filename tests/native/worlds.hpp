@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The command line of programs that run random worlds, one a seed: SEED and how many.
 //
-// May not know: what a world is.
+// Must not depend on: what a world is.
 #pragma once
 
 #include <cstdio>

@@ -4,7 +4,7 @@
 // Build: g++ -std=c++20 -I. tests/native/plan/test_plan.cpp -o test_plan; run: ./test_plan MATRICES
 //
 // Each is a matrix of counts, of 1 to 64 sources. What a part computes does not depend on its place
-// in the order, so no comparison of results would notice. May not know: lanes.
+// in the order, so no comparison of results would notice. Must not depend on: lanes.
 #include <cstdlib>
 #include <random>
 #include <vector>

@@ -4,7 +4,7 @@
 // around the trace processor's WebAssembly.
 //
 // The bundle refuses to run where it sees Node's globals, and wants to be told of a message port; so
-// it gets a context that holds what it asks of a browser's worker and nothing else. May not know:
+// it gets a context that holds what it asks of a browser's worker and nothing else. Must not depend on:
 // what is asked.
 "use strict";
 const fs = require("fs");
