@@ -282,8 +282,8 @@ IN_EVERY_RUN = (
     "second GEMMs in halves",
     "cells as rings, places in turn",
 )
-"""Plans by arrival and up front, each type, and one and two ranks. In every run groups are
-in test_banks.py, and an fp32 router is in test_rules.py."""
+"""Plans by arrival and up front, one rank and two. In every run groups are in test_banks.py, and an
+fp32 router is in test_rules.py; float16 and eight ranks run at night."""
 
 
 class Libraries:
