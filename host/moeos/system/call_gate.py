@@ -22,7 +22,7 @@ Value = TypeVar("Value")
 
 
 class _Turns(program_end.Visitor):
-    """Of each thread, the turn that it took last, at whichever gate."""
+    """The turn that each thread took last, at whichever gate."""
 
     last: _Turn | None = None
 

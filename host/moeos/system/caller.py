@@ -74,7 +74,7 @@ class Caller:
 
     def close(self, last: Callable[[], None] | None = None) -> None:
         """Ends the thread when it has called what was asked for before, and `last`, which raises
-        nothing. Nobody waits for that but the program's end.
+        nothing. Only the program's end waits for that.
         """
         self._closed = True
         if last is not None:
@@ -97,9 +97,9 @@ def _let_return() -> None:
     """Before the interpreter ends: a thread that comes back then from code of others is ended
     where it is, and where that is C++ the process ends by SIGABRT.
 
-    The thread of one that is closed ends, with what it has not begun yet. Of the others, who was
-    given up and has come back stays in `_work`; the rest may call what is asked for behind this.
-    Who has not come back within the patience is left.
+    The thread of a closed caller ends once it has made the calls that it still owes. A caller that
+    was given up and whose function has returned stays in `_work`; the other callers may make the
+    calls that are asked for after this. A thread that has not returned within the patience is left.
     """
     ends = time.monotonic() + _PATIENCE
     for one in _callers.valuerefs():
@@ -122,7 +122,7 @@ def interruptibly(wait: Callable[[], None]) -> None:
     """Makes a wait that sees no signal see them, in the main thread; elsewhere none would come.
 
     Raises what `wait` raises, and what a signal's handler does: then the wait goes on by itself,
-    and the next one begins behind it.
+    and the next one begins after it.
     """
     global _waiter
     if threading.current_thread() is not threading.main_thread():

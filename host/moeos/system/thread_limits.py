@@ -38,7 +38,7 @@ def _limits() -> str:
 
 
 def _groups() -> Iterator[tuple[str, str]]:
-    """Of this process's control groups those that limit the number of its threads."""
+    """The control groups of this process that limit the number of its threads."""
     try:
         lines = _OWN_GROUPS.read_text().splitlines()
     except OSError:
