@@ -96,7 +96,7 @@ class MoEConfig:
         group_score: a group's score is "top2_sum", the sum of its two best selection scores or its
             only one (DeepSeek-V3), or "max", its best one (DeepSeek-V2, arXiv:2405.04434). No
             tensor of a checkpoint tells which: it is the config's to say.
-        swiglu_limit: of a gated activation, clamps the gate from above and up on both sides:
+        swiglu_limit: clamps the gate from above and up on both sides, with a gated activation:
             silu(min(gate, limit)) * clamp(up, -limit, limit). None: 7 with "swigluoai", and no
             limit with others; read `resolved_swiglu_limit`.
         swiglu_clamp: the gate is clamped "before" its curve (DeepSeek-V4, GLM-5, gpt-oss,
@@ -117,12 +117,12 @@ class MoEConfig:
             expert's weight after all other rules (Gemma-4).
         apply_router_weight_on_input: a token's weight multiplies x, and the result is not weighed
             (Llama-4); top_k is 1. Set `renormalize=False` with it, or every weight is 1.
-        zero_experts: so many experts behind the E real ones return x itself, times their weight
+        zero_experts: this many experts after the E real ones return x itself, times their weight
             (LongCat-Flash). They have ids from E on, and are chosen as all others are: the router's
             tensors then have E + zero_experts rows; read `router_rows`.
-        shared_experts: n, MLPs that every token passes beside its k experts (DeepSeek-V3). Their
-            sum is added to the output, and no router weighs them. They have the activation of the
-            routed experts, and no biases. All ranks hold all of them.
+        shared_experts: n, MLPs that every token passes in addition to its k experts (DeepSeek-V3).
+            Their sum is added to the output, and no router weighs them. They have the activation of
+            the routed experts, and no biases. All ranks hold all of them.
         shared_intermediate: Is, elements between the two matrices of a shared expert; a positive
             multiple of 8 where there are shared experts, else 0.
         shared_gate: the sum of the shared experts is multiplied by the sigmoid of x . shared_gate
@@ -169,9 +169,9 @@ class MoEConfig:
             inputs, nor in a `MoELayer`.
         result_format: how a token's results return from its experts, to be weighed and added up in
             fp32. None: in `dtype`. "fp8_group128": as e4m3 codes with an fp32 scale for 128
-            elements, in about half the bytes; it needs an `activation_format`. A rank's own results
-            do so, too: outputs are the same for any number of ranks. Those of shared and zero
-            experts are not sent, and stay as they are.
+            elements, in about half the bytes; it needs an `activation_format`. A rank quantizes its
+            own results, too: outputs are the same for any number of ranks. Results of shared and
+            zero experts are not sent, and stay as they are.
 
     Raises:
         TypeError: an argument has the wrong type (a bool is not an int).
@@ -273,7 +273,7 @@ class MoEConfig:
         return 2 if self.gated else 1
 
     def in_numbers(self) -> MoEConfig:
-        """The same layer without formats: weights, tokens and results are in `dtype`."""
+        """This layer without formats: weights, tokens and results are in `dtype`."""
         fields = ("weight_format", "activation_format", "shared_weight_format", "result_format")
         numbers: dict[str, Any] = dict.fromkeys(fields)
         return dataclasses.replace(self, **numbers)
@@ -300,7 +300,7 @@ class MoEConfig:
 
     @property
     def gate_dtype(self) -> torch.dtype:
-        """Of the router's weight: `router_dtype`, or `dtype` where there is none."""
+        """The dtype of the router's weight: `router_dtype`, or `dtype` if that is None."""
         return self.dtype if self.router_dtype is None else self.router_dtype
 
     @property

@@ -22,15 +22,15 @@ WeightFormat = Literal[
     "fp8_block128", "fp8_channel", "fp8_tensor", "mxfp4", "nvfp4", "int4_group32"
 ]
 NAMES: tuple[str, ...] = get_args(WeightFormat)
-"""Of all formats; the kernels number them in this order, from 1 on."""
+"""The weight formats; the kernels number them in this order, from 1 on."""
 ActivationFormat = Literal["fp8_group128"]
 ACTIVATION_NAMES: tuple[str, ...] = get_args(ActivationFormat)
-"""Of those of tokens; numbered likewise."""
+"""The formats of tokens, numbered likewise."""
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The magnitudes of the 4-bit floats, by their lower 3 bits; the fourth is the sign."""
 EXPONENT_BIAS = 127
-"""Of the bytes that are exponents (E8M0)."""
+"""The bias of an E8M0 exponent, which is a byte."""
 INT4_ZERO = 8
 """What is added to a 4-bit integer to store it."""
 BLOCK = 128
@@ -39,9 +39,8 @@ MX_GROUP, NV_GROUP, INT4_GROUP = 32, 16, 32
 """Columns of a row that share a scale."""
 
 TOKEN_GROUP, HIDDEN_GROUP, RESULT_GROUP = 128, 64, 128
-"""Elements of a token, of a row between the two products, and of a result, that share a scale. Of
-the second fewer: a part of a gated first product makes 64 of them, and must know its groups alone.
-"""
+"""Elements that share a scale: of a token, of a row between GEMM0 and GEMM1, and of a result. The
+second is smaller: one part of a gated GEMM0 makes 64 elements, and scales them by itself."""
 
 _E4M3_MOST = 448.0
 _LEAST_DIVISOR = 2.0**-100
@@ -64,7 +63,7 @@ class Format:
         code_bits: of one of them.
         scale_dtype: of the scales.
         rows, columns: of a matrix that share a scale; None: all of them.
-        scale_2: each matrix has an fp32 scale besides.
+        scale_2: each matrix has an fp32 scale in addition.
         multiple: rows and columns of a matrix are multiples of it.
     """
 
@@ -78,11 +77,11 @@ class Format:
     multiple: int
 
     def code_shape(self, rows: int, columns: int) -> tuple[int, int]:
-        """Of the codes of so many rows."""
+        """The shape of a code tensor with `rows` rows."""
         return rows, columns * self.code_bits // 8
 
     def scale_shape(self, halves: int, rows: int, columns: int) -> tuple[int, ...]:
-        """Of the scales of `halves` matrices, one below the other, of so many rows each."""
+        """The shape of the scales of `halves` stacked matrices with `rows` rows each."""
         down = halves * (1 if self.rows is None else -(-rows // self.rows))
         return (down,) if self.columns is None else (down, -(-columns // self.columns))
 

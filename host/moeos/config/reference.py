@@ -32,15 +32,15 @@ from moeos.config.element_formats import (
 )
 
 _FP32_ROUTER_ERROR = 0.5e-6
-"""Of the largest logit or score of a token: what those of an fp32 router err at most."""
+"""The largest error of an fp32 router's logit or score, relative to a token's largest one."""
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 2e-3}
 """The largest relative error of a correct layer whose rows are numbers, by its dtype."""
 _CODED_TOLERANCE = 1e-2
-"""The same where rows are codes: a number beside a tie between two codes may become either, by the
-rounding of fp32. Of float32 layers the error is 1e-3 then, and else 1e-6."""
+"""The tolerance where rows are quantized: a number near a tie between two codes may become either,
+by the rounding of fp32. The error of float32 layers is 1e-3 then, and 1e-6 otherwise."""
 _CODED_RESULT_TOLERANCE = 3e-2
-"""The same where results are codes, too. They are coded of numbers that err by up to
+"""The tolerance where results are quantized, too. The numbers that become codes err by up to
 `_CODED_TOLERANCE`, and codes are 9 % of a number apart. So one in ten may become its neighbour."""
 
 
@@ -544,7 +544,7 @@ def _choose(by: _Keys, margins_of: _Keys, cfg: MoEConfig) -> tuple[Tensor, Tenso
     )
     is_open = open_groups.scatter(1, groups, True).repeat_interleave(size, dim=1)
     order = by.order()
-    # Of equals, and of all that are not open, the order stays.
+    # The sort is stable: equal experts, and experts of groups that are not open, keep their order.
     candidates = is_open.gather(1, order).sort(dim=1, descending=True, stable=True).indices
     order = order.gather(1, candidates)[:, : cfg.top_groups * size]
     margin = _gap_after(order, margins_of, cfg.top_k)

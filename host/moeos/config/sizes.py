@@ -27,11 +27,11 @@ from moeos.config.element_formats import (
     TOKEN_GROUP,
 )
 
-NARROW_ROWS = 64  # of an expert whose tile is narrow on a GPU, at most
+NARROW_ROWS = 64  # the most rows of an expert whose tile is narrow on a GPU
 CHUNK_ROWS = 32
-"""Of every machine: rows of one transfer and of one arrival flag."""
+"""Rows of one transfer and of one arrival flag, on every machine."""
 MAX_RANKS = 2**16 - 1
-"""Of a world: the runtime numbers a row's source in 16 bits."""
+"""The most ranks of a world: the runtime numbers a row's source in 16 bits."""
 _MOST_BYTES = 2**32 - 1  # of a row: the runtime counts them in 32 bits
 _RESULT_ALIGNMENT = 128  # a cache line, as coded_result_bytes of kernels/element_formats.hpp
 _BETWEEN_SHARES = 2  # of even routing, that have places between the GEMMs
@@ -133,26 +133,26 @@ def layer_sizes(
 
 
 def sent_bytes(cfg: MoEConfig) -> int:
-    """Of a token as it is sent."""
+    """Bytes of a token as it is sent."""
     return sent_row_bytes(cfg.hidden, cfg.dtype, cfg.activation_format)
 
 
 def sent_row_bytes(hidden: int, dtype: torch.dtype, activation_format: str | None) -> int:
-    """The same of what a config has under these names; a trace knows no more."""
+    """`sent_bytes` from the config's fields alone, for a trace, which has no more."""
     if activation_format is None:
         return hidden * dtype.itemsize
     return _coded_bytes(hidden, TOKEN_GROUP)
 
 
 def returned_bytes(cfg: MoEConfig) -> int:
-    """Of a result of a token as it returns."""
+    """Bytes of one result of a token as it returns."""
     if cfg.result_format is None:
         return cfg.hidden * cfg.dtype.itemsize
     return _coded_bytes(cfg.hidden, RESULT_GROUP, _RESULT_ALIGNMENT)
 
 
 def _between_bytes(cfg: MoEConfig) -> int:
-    """Of a row between the two products."""
+    """Bytes of a row between GEMM0 and GEMM1."""
     if cfg.activation_format is None:
         return cfg.intermediate * cfg.dtype.itemsize
     return _coded_bytes(cfg.intermediate, HIDDEN_GROUP)

@@ -153,21 +153,21 @@ def _shared_experts(
     field: str = "moe_intermediate_size",
     layouts: tuple[SharedLayout, ...] = (layouts.SHARED_EXPERTS,),
 ) -> dict[str, Any]:
-    """Of a family that stores them as `shared_experts`."""
+    """The shared experts of a family that stores them as `shared_experts`."""
     number = None if count is None else Read((count[0],), count[1])
     shared = SharedExperts(layouts, Read((field,), width), number)
     return {"shared": shared, "shared_names": ("shared_experts.",)}
 
 
 def _shared_expert(width: int, field: str, *, gate: bool) -> dict[str, Any]:
-    """Of one that has one, `shared_expert`."""
+    """The shared expert of a family that stores one, as `shared_expert`."""
     shared = SharedExperts((layouts.SHARED_EXPERT,), Read((field,), width), gate=gate)
     names = ("shared_expert.", "shared_expert_gate.") if gate else ("shared_expert.",)
     return {"shared": shared, "shared_names": names}
 
 
 def _granite_shared(width: int) -> SharedExperts:
-    """Beside a block, which has no name of theirs."""
+    """Granite's shared experts lie next to the MoE block, whose name they do not have."""
     return SharedExperts((layouts.SHARED_BESIDE,), Read(("shared_intermediate_size",), width))
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads fields of a transformers config with a check of their types, and says what is wrong.
 
-A field that is absent and one that is null mean the same: what the family takes for it. Of a
-layer's sizes null is refused.
+A field that is absent and one that is null mean the same: what the family takes for it. Null is
+refused for a layer's sizes.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from moeos.config.hf.fields import Values, count, listed, require_works, shown, 
 from moeos.config.limits import DTYPES, MAX_EXPERTS
 
 _SIZES = ("hidden", "intermediate", "experts", "top_k", "zero_experts")
-"""Of which null means nothing: no model's code takes it for its default."""
+"""Fields that must not be null: no model's code takes null for its default."""
 _DTYPES = ("dtype", "torch_dtype")
 
 
