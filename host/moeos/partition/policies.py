@@ -37,9 +37,9 @@ _BY_INDEX: tuple[Layout, ...] = ("token_major", "gathered")
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 GATHERED_ROWS, GATHERED_COLUMNS = 128, 256
-"""Of a part of a product whose rows are copied by index: a full tile of rows, and columns."""
+"""Rows and columns of a part of a product whose rows are copied by index; the rows fill a tile."""
 STEP_BYTES = 128
-"""Of a row, in a step."""
+"""Bytes of a row in one step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,18 +233,18 @@ def gathers(rates: DeviceRates, cfg: MoEConfig, tokens: int) -> bool:
 
 
 def router_flops(cfg: MoEConfig, tokens: int) -> int:
-    """Of the gate's logits."""
+    """Flops of the gate logits."""
     return 2 * tokens * cfg.experts * cfg.hidden
 
 
 def shared_flops(cfg: MoEConfig, tokens: int) -> int:
-    """Of the shared experts' products, and of their gate's."""
+    """Flops of the shared experts' products, and of their gate."""
     of_each = cfg.shared_w1_rows + cfg.shared_intermediate
     return 2 * tokens * (cfg.shared_experts * of_each + cfg.shared_gate) * cfg.hidden
 
 
 def _of_each_token(rates: DeviceRates, cfg: MoEConfig, tokens: int) -> float:
-    """Arithmetic that each token has whatever its experts, and whoever adds up."""
+    """Seconds of a token's arithmetic that depends on neither its experts nor the reduction."""
     return (router_flops(cfg, tokens) + shared_flops(cfg, tokens)) / rates.bf16_flops
 
 
@@ -285,5 +285,5 @@ def reduces_after(rates: DeviceRates, cfg: MoEConfig, tokens: int, slices: int) 
 
 
 def _sums_bytes(cfg: MoEConfig, tokens: int, slices: int) -> float:
-    """Of partial sums and of sums that a rank sends: a reduce-scatter and an all-gather."""
+    """Bytes of partial sums and sums that a rank sends: a reduce-scatter and an all-gather."""
     return 2.0 * tokens * (slices - 1) / slices * cfg.hidden * cfg.dtype.itemsize

@@ -214,8 +214,8 @@ def part(
 
     `own`: its experts, of which each has the shape `each`; `experts`: E; `in_order`: whether ranks
     hold what `MoEConfig.experts_of` says. Then a plain tensor of as many experts as its own, and
-    not of all, is taken for them. Memory is shared where it can be. Of experts in order, a DTensor
-    that is sharded over the experts of `ranks` ranks is taken as it lies; for others see
+    not of all, is taken for them. Memory is shared where it can be. Where experts are in order, a
+    DTensor that is sharded over the experts of `ranks` ranks is taken as it lies; for others see
     `everything`.
 
     Raises `ValueError` for other shapes, and for a DTensor that another rank has written.
@@ -254,9 +254,7 @@ def part(
 
 
 def rows_of(every: Tensor, own: Sequence[int]) -> Tensor:
-    """Of a tensor of all experts [E, ...], those of one rank: in its memory where they follow each
-    other.
-    """
+    """One rank's experts of a tensor of all experts [E, ...]; a view where they are contiguous."""
     if isinstance(own, range):
         return every[own.start : own.stop]
     if every.element_size() == 1 and every.dim() > 0:  # 8-bit floats cannot be looked up

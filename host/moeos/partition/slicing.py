@@ -87,11 +87,11 @@ class Slicing:
         return f"parallel={self.parallel!r}{cut}"
 
     def holders(self, ranks: int) -> int:
-        """Of so many ranks, those that hold one slice of all experts: one of each group."""
+        """How many of `ranks` ranks hold one slice of all experts: one of each group."""
         return ranks // self.slices
 
     def holder(self, rank: int) -> int:
-        """Which of them a rank is: the number of its group."""
+        """The number of a rank among the holders of its slice, which is that of its group."""
         return rank // self.slices
 
     def slice_of(self, rank: int) -> int:
@@ -105,7 +105,7 @@ class Slicing:
         return self.holder(rank), self.holders(ranks)
 
     def placement(self, experts: int, ranks: int) -> Placement:
-        """Of whose experts ranks have some, or slices: those of a group have slices of the same."""
+        """The experts that each rank holds, or has slices of: equal for the ranks of a group."""
         whole = Placement.chunk(experts, self.holders(ranks))
         return Placement(tuple(whole.ranks[self.holder(rank)] for rank in range(ranks)))
 
@@ -184,7 +184,7 @@ class Slicing:
         return self.slice_of(rank) == 0
 
     def pairs(self, cfg: MoEConfig) -> int:
-        """Of a token, at most: one with each slice of an expert, where each is another pair."""
+        """The most pairs of a token: where tokens are sharded, each slice of an expert is one."""
         return self._each(cfg.slots)
 
     def routed_pairs(self, cfg: MoEConfig) -> int:
@@ -300,7 +300,7 @@ class Slicing:
 
 
 WHOLE = Slicing()
-"""Of a layer whose ranks hold whole experts."""
+"""The slicing of a layer whose ranks hold whole experts."""
 
 
 def slicing_of(
