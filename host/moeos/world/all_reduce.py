@@ -42,11 +42,11 @@ Value = TypeVar("Value")
 
 
 class AllReduce(Protocol):
-    """Those of one workspace: its calls come in one order, and so do they."""
+    """The all-reduces of one workspace: they come in the order of its calls."""
 
     def begin(self) -> None:
         """A call begins that will be added up. A call that does not come to its end is void: what
-        its peers have sent would be taken for a later call's. So none is added up behind it.
+        its peers have sent would be taken for a later call's. So no call is added up after it.
         """
 
     def add_up(self, out: Tensor, look: Callable[[], None]) -> None:
@@ -56,27 +56,27 @@ class AllReduce(Protocol):
         """
 
     def renew(self) -> None:
-        """Nothing of calls before this is met by those behind it. Alike on all ranks, between two
+        """Separates the calls before this from those after it. Alike on all ranks, between two
         barriers.
         """
 
     def end(self) -> None:
-        """Gives connections and threads back. Waits for nobody."""
+        """Gives connections and threads back. Does not wait for any rank."""
 
 
 class OfHosts:
-    """By gloo. See `AllReduce`.
+    """All-reduces by gloo. See `AllReduce`.
 
     Each life, from one `renew` to the next, has connections of its own, which its first call makes.
-    So what a failed call has left under way meets nobody.
+    So what a failed call has left under way reaches no later call.
 
     gloo does not tell which rank has broken an all-reduce. So a rank that waits longer than a look
     says so in the store, once. One that gives up names the ranks that have not said so.
 
     Args:
         store: where the ranks meet; all keys in it are this object's.
-        waits: where they say that they wait, likewise. By another connection: who waits for a
-            rank in a store keeps its connection meanwhile.
+        waits: where they say that they wait, likewise. By another connection: a rank that waits in
+            a store keeps its connection meanwhile.
         place: which of `ranks` is this one.
         ranks: those that add up, by the numbers that errors have for them.
         deadline: seconds that one all-reduce may take, with its connections.
@@ -120,7 +120,7 @@ class OfHosts:
         self._unfinished = 0
 
     def sums(self, of: Tensor, look: Callable[[], None]) -> Tensor:
-        """The same as a tensor of its own. What is given up may still be written to later."""
+        """The sums in a new tensor: gloo may still write to it after this has given it up."""
         mine = of.clone(memory_format=torch.contiguous_format)
         if mine.numel() == 0:
             return mine
@@ -182,7 +182,7 @@ class OfHosts:
                 if left <= 0:
                     raise self._failed(self._missing())
                 try:
-                    # Of no milliseconds it would make no step, but wait to the end.
+                    # With no milliseconds it would wait to the end.
                     work.wait(datetime.timedelta(seconds=max(min(left, _LOOK), 1e-3)))
                 except RuntimeError as error:  # of a step that has passed
                     if error is signals.raised:

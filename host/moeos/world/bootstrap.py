@@ -136,7 +136,7 @@ def init(
 
 @dataclasses.dataclass(frozen=True)
 class _Arguments:
-    """Those of `init` that do not say who the ranks are, as `init` has them."""
+    """The arguments of `init` that do not say which processes are the ranks, as `init` has them."""
 
     backend: Backend
     deadline: float

@@ -699,8 +699,8 @@ def _is_lost(error: Exception) -> bool:
 
 
 def _connection_of_its_own(store: Store) -> Store:
-    """The same keys by another connection, if `store` has one: another thread that waits in it,
-    as NCCL does, keeps it for itself meanwhile.
+    """`store` by another connection, if it can have one: a thread that waits in a store, as NCCL's
+    does, keeps the connection meanwhile.
     """
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 

@@ -36,7 +36,7 @@ Stage = Literal["start", "route", "combine", "product1", "product0", "dispatch",
 Distribution = Literal["constant", "uniform", "lognormal", "samples"]
 
 MOST_SECONDS = 86_400.0
-"""Of a delay, drawn ones included."""
+"""The longest delay, drawn or given."""
 MOST_FACTOR = 1e6
 MOST_SAMPLES = 100_000
 """Delays in a file of samples."""
@@ -443,7 +443,7 @@ class _Executioner:
 
 
 def _of(entries: Iterable[Entry], rank: int, layer: int) -> list[Entry]:
-    """Those of one rank in one layer."""
+    """The entries of one rank in one layer."""
     return [entry for entry in entries if entry.of_layer(layer) and entry.rank in (None, rank)]
 
 

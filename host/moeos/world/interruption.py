@@ -25,9 +25,9 @@ def told(
 ) -> Value:
     """What `do()` returns or raises. Collective, as `do` is; `what` names it to the other ranks.
 
-    Where a signal's handler raises amid it, the control plane is aborted, so that nobody waits for
-    this rank until the deadline. The same holds of all that is no `Exception`, such as what another
-    thread has this one raise. `known`: what it has kept, `do` has told the others by itself.
+    If a signal's handler raises in `do`, the control plane is aborted, so that no rank waits for
+    this one until the deadline. So it is after an error that is no `Exception`, such as one that
+    another thread has this one raise. `known`: what it has kept, `do` has already reported.
     """
     signals = NotedSignals()
     try:

@@ -36,8 +36,8 @@ class RankTrace:
     Attributes:
         rank: whose.
         events: of each actor, in the order in which they were noted: the processors, then
-            `OS_ACTORS`. Those of a processor's courier follow its own. Of dtype `EVENT`; times in
-            ns of a clock that all ranks of a host share.
+            `OS_ACTORS`. Events of a processor's courier follow its own. Their dtype is `EVENT`;
+            times are in ns of a clock that all ranks of a host share.
         dropped: [actor] events that found no room.
         received: int64 [P, X] rows that came from each rank for each local expert, which are sent
             in this order, `chunk_rows` at a time. X is the most experts of a rank: where this one

@@ -267,7 +267,7 @@ class World:
 
     @property
     def sliced_workspace(self) -> Workspace:
-        """The same of layers with parallel='tensor', which share one with no others."""
+        """The workspace of layers with parallel='tensor', which no other layers may share."""
         return self._own_workspace(sliced=True)
 
     def _own_workspace(self, *, sliced: bool) -> Workspace:
