@@ -29,7 +29,7 @@ KERNEL = "moeos_forward"
 """The kernel's name in the machine code."""
 
 BACKWARD, WEIGHT_GRADIENTS = "moeos_backward", "moeos_weight_gradients"
-"""Those of a call of gradients, and of the launch behind it."""
+"""The kernel of a call of gradients, and that of the launch after it."""
 
 CODE_ADDRESS = "moeos_code_address"
 """The name of the small kernel that tells where the instructions of `KERNEL` lie."""

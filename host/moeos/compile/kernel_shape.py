@@ -41,7 +41,7 @@ MAX_GROUPS = 32
 """A lane of a warp keeps the score of an expert group."""
 
 _Cut = tuple[MoEConfig, dict[str, int], dict[str, int]]
-"""Of calls: their layer, how their work is cut, and fields of Geometry that are not the layer's."""
+"""The layer of calls, how their work is cut, and fields of Geometry that are not the layer's."""
 Transport = Literal["none", "mapped", "nvshmem"]
 """How remote peers are reached: there are none; by stores into heaps that this GPU addresses (of
 virtual ranks); by NVSHMEM."""
@@ -53,26 +53,26 @@ _WEIGHT_BOX_ROWS = 128  # where no part reaches beyond them
 ORDERED_ROWS = 32
 """Rows of weights that lie in a box in an order of their own; a smaller box has no more."""
 VALUE_COLUMNS = 128
-"""Of a part of the first product of a call of gradients."""
+"""Columns of a part of the first product of a call of gradients."""
 DEPTH = 64
 """Columns of a kept row are a multiple: kTileDepth."""
-_LINE_BYTES = 128  # of a cache, of which the rows of a call of gradients are whole ones
+_LINE_BYTES = 128  # of a cache line; rows of a call of gradients fill whole lines
 _PARTS_AT_HAND = 2  # of a processor: one is computed, and one claimed
 _CHOICE_BYTES = 8  # of a slot of a token, in a row that is sent
-_FEW_TOKENS = 512  # a layer for at most so many in a call is one for few
+_FEW_TOKENS = 512  # the most tokens in a call of a layer for few
 _ROUTE_TOKENS = 64  # of a block, at most
 _BOX_BYTES = 128  # of a box's row: of the router's columns that a block's Route multiplies
 _MOST_SLICES, _LEAST_STEPS = 8, 4  # of a block's Route, and of each of them
 _GROUPS = 2  # consumer warpgroups
 _TOKEN_DISPATCH_BYTES = 64 << 10  # of rows that a courier spreads together, at most
 ONCE_BYTES = 24 << 20
-"""A call with so many bytes of rows for a peer takes each token there once. It takes the peer some
+"""A call with this many bytes of rows for a peer sends each token there once. The peer needs some
 microseconds more to copy it to its other rows, which fewer rows do not win back on the link."""
 DEDUP_TOKENS = _FEW_TOKENS + 1
-"""And only of a layer for so many tokens: in one for few, a look at what might have landed is felt
-in every call."""
+"""Only a layer for this many tokens sends them once: in one for few, a look at what might have
+landed is felt in every call."""
 HOPPER_BLOCKS = H200.blocks
-"""Of an H100 or H200, one an SM."""
+"""Blocks of an H100 or H200: one per SM."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -214,8 +214,8 @@ class KernelShape:
         return cfg, cut, self.slicing.sizes(cfg, self.world_size)
 
     def _cut_of_gradients(self) -> _Cut:
-        """Of routed experts alone, and without narrow tiles. Each slice gets all sums. What parts a
-        row has: kernels/sm90/block/gradient_rows.cuh, which checks these bytes.
+        """Calls of gradients have routed experts alone, and no narrow tiles. Each slice gets all
+        sums. kernels/sm90/block/gradient_rows.cuh names a row's parts and checks these bytes.
         """
         cfg = routed_alone(self.cfg)
         size = cfg.dtype.itemsize
@@ -274,7 +274,7 @@ def route_banks(cfg: MoEConfig) -> int:
 
 
 def copies_bytes(cfg: MoEConfig) -> int:
-    """Of x and of the gradient of the output, behind all else that a row keeps."""
+    """Bytes of x and of the gradient of the output, which follow all else that a row keeps."""
     return _align(2 * cfg.hidden * cfg.dtype.itemsize, _LINE_BYTES)
 
 
@@ -296,7 +296,7 @@ def _product0_columns(cfg: MoEConfig) -> int:
 
 
 def narrow_product0_columns(cfg: MoEConfig) -> int:
-    """The same of a narrow tile."""
+    """Columns of GEMM0's result in a part of a narrow tile."""
     return _NARROW_COLUMNS // 2 if cfg.gated else _NARROW_COLUMNS
 
 
@@ -371,7 +371,7 @@ def _route_slices(cfg: MoEConfig) -> int:
 
 
 def _sums_bytes(cfg: MoEConfig) -> int:
-    """Of a token's logits, that a slice of each bank keeps."""
+    """Bytes of a token's partial logits that a slice of each bank keeps."""
     kept = _GROUPS if cfg.router_dtype is None else 1  # of a logit in a slice
     return kept * route_banks(cfg) * route_columns(cfg) * 4
 
