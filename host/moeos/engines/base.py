@@ -155,7 +155,7 @@ class Engine(Protocol):
 
     @property
     def number(self) -> int:
-        """Of the layer, in the order in which those of its world are made."""
+        """The layer's number, in the order in which the layers of its world are made."""
 
     @property
     def cfg(self) -> MoEConfig:
@@ -180,7 +180,7 @@ class Engine(Protocol):
 
     @property
     def saved_rows(self) -> SavedRows:
-        """Of how many rows `record` keeps what the first product made."""
+        """How many rows of GEMM0's results `record` keeps."""
 
     def record(self, tensors: CallTensors) -> Recording:
         """As `forward`; returns what `backward` needs of it. The first one is a collective of its

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 MAX_PIECES = (1 << 12) - 1
-"""Of a call; what an identity has room for."""
+"""The most pieces of a call that an identity has room for."""
 
 _PIECES = MAX_PIECES + 1
 _DIRECTIONS = 4
@@ -23,8 +23,8 @@ _FEW_LAYERS = _LAYERS // _CALLS
 
 
 def identity(layer: int, pieces: int = 1, *, backward: bool = False, of: int = 0) -> int:
-    """Of a call of a layer, by its number in the world; never 0. `of`: the call whose backward it
-    is, if the backward reads what that has kept on several ranks.
+    """A number for a call of a layer, whose number in the world is `layer`; never 0. `of`: the call
+    whose backward it is, if the backward reads what that call has kept on several ranks.
     """
     direction = _BACKWARD if backward else _FORWARD
     if backward and of != 0:

@@ -22,7 +22,7 @@ STAGES = ("route", "dispatch", "replicate", "product0", "product1", "combine")
 """The kinds of tasks, in the order in which a row meets them."""
 
 TALLY = dtype_of("Tally")
-"""Of a processor or a courier."""
+"""The counters of a processor or a courier."""
 RECORD = dtype_of("CallRecord")
 PEER = dtype_of("PeerRecord")
 
@@ -102,7 +102,7 @@ class CallStats:
 
     @property
     def busy_share(self) -> float | None:
-        """Of the processors' time in the call, the part inside tasks; None if it ended badly."""
+        """The share of the processors' time that tasks took; None if the call ended badly."""
         return self.busy_seconds / (self.processors * self.seconds) if self.seconds else None
 
 

@@ -23,7 +23,7 @@ _REMEDY = "All ranks may call reset() and go on"
 
 
 class Reduction:
-    """Of one layer on one rank: which calls leave their partial sums, and who adds these up.
+    """Which calls of a layer leave their partial sums on a rank, and what adds these up.
     Collective to make, in the world's gate; `cfg` is a slice's.
 
     Raises `ValueError`, alike on all ranks, where torch.distributed has not the world's ranks and

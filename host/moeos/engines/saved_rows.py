@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of how many rows a call keeps what its first product made, for its backward.
+"""How many rows of GEMM0's results a call keeps for its backward.
 
-A source has an equal share of them, for the first of its rows in the order of sending. So both
+Each source has an equal share of them, for the first of its rows in the order of sending. So both
 calls know by themselves which rows are kept, and neither waits to hear it. This file knows numbers
-of rows, and nothing of tensors or of who keeps them.
+of rows. It must not depend on tensors, nor on what keeps the rows.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class SavedRows(NamedTuple):
     given: int | None = None
 
     def of_source(self, tokens: int) -> int:
-        """Kept of each source in a call with so many rows of x here."""
+        """Rows kept of each source in a call with `tokens` rows of x here."""
         if self.sources == 0:
             return 0
-        # Of a rank alone they are known; of others only how many there may be.
+        # A rank that is alone knows its tokens; of others it knows only the most there may be.
         of_any = tokens if self.sources == 1 else self.max_tokens
         in_slots = self.experts * _ceiling(of_any, self.capacity)
         wanted = _ceiling(tokens, (_SHARE[0] * self.even[0], _SHARE[1] * self.even[1]))
@@ -51,12 +51,12 @@ class SavedRows(NamedTuple):
         return min(of_any * self.slots, in_slots, wanted)
 
     def of_pieces(self, rows: int, pieces: int) -> list[int]:
-        """The same of each piece of a call with so many rows of x."""
+        """Rows kept of each source, for each micro-batch of a call with `rows` rows of x."""
         firsts = [number * self.max_tokens for number in range(pieces)]
         return [self.of_source(max(0, min(rows - first, self.max_tokens))) for first in firsts]
 
     def of_call(self, rows: int, pieces: int) -> int:
-        """Kept of all sources and pieces."""
+        """Rows kept of all sources and micro-batches."""
         return self.sources * sum(self.of_pieces(rows, pieces))
 
     def identity_of_backward(self, layer: int, pieces: int, of: int) -> int:

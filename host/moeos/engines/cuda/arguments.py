@@ -80,7 +80,7 @@ _PARAMETERS_AT = _CODE_AT + _CODE.size
 _CALL_AT = _PARAMETERS_AT + _PARAMETERS.size
 MAP_ALIGNMENT = 64
 RECORD_BYTES = -(-(_CALL_AT + _CALL.size) // MAP_ALIGNMENT) * MAP_ALIGNMENT
-"""Of one rank's record; a launch of virtual ranks is given one for each, in rank order."""
+"""Bytes of one rank's record; a launch of virtual ranks is given one for each, in rank order."""
 
 _BOX_BYTES = 128  # of a box's row, one row of a stage
 _BOX_COLUMNS = 64  # of weights in it: kTileDepth
@@ -90,7 +90,7 @@ _SHARED_GATE_ROWS = 8  # of their gate, which has one
 
 _ROWS_TOGETHER = 8  # rows at whose multiples such a box may begin
 ADDRESS_ALIGNMENT = 16
-"""Of what tensor maps and vectors of a kernel begin with."""
+"""The alignment of addresses at which tensor maps and vectors of a kernel begin."""
 
 
 class Box(NamedTuple):
@@ -232,7 +232,7 @@ class ArgumentPacker:
         router_bias, expert_scale, shared_w1, shared_w2, shared_gate = tensors[13:18]
         w1_scale, w2_scale, w1_scale_2, w2_scale_2 = tensors[18:22]
         shared_scales, x_scale = tensors[22:26], tensors[26]
-        # Of parameters only the places differ from call to call: the config says the rest.
+        # Only the addresses of parameters differ from call to call: the config says the rest.
         parameters = (
             0 if gate is None else gate.data_ptr(),
             w1.data_ptr(),
@@ -389,7 +389,7 @@ class ArgumentPacker:
         )
 
     def _rows_box(self, rows: int) -> Box:
-        """Of rows that experts multiply."""
+        """The box of rows that experts multiply."""
         return self._box(rows) if self._cfg.activation_format is None else Box(rows, torch.uint8)
 
     def _box(self, rows: int, ordered: bool = False) -> Box:
@@ -456,8 +456,8 @@ class ArgumentPacker:
         box: Box,
         row_bytes: int | None = None,
     ) -> bytes:
-        """The same of rows in several dimensions: of each its size, its stride in rows, and what a
-        box has of it.
+        """The map of rows in several dimensions: for each its size, its stride in rows, and a
+        box's share of it.
         """
         if address % ADDRESS_ALIGNMENT != 0:
             raise ValueError(

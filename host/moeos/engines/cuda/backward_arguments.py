@@ -35,14 +35,14 @@ _MAPS = (
 )
 _SAVED = struct.Struct("<QI")  # saved, saved_of_source
 SAVING_RECORD_BYTES = RECORD_BYTES + MAP_ALIGNMENT
-"""Of one rank's record of a forward call that saves, and of the begin of every other here."""
+"""Bytes of one rank's record of a forward call that saves; other records here begin with one."""
 # d_out, d_x, d_topk_weights, d_w1, d_w2, d_b1, d_b2, d_x_added, d_shared; blocks, experts; d_w3
 _CALL = struct.Struct("<9Q2IQ")
 _CALL_AT = SAVING_RECORD_BYTES + len(_MAPS) * MAP_BYTES
 _UP_MAPS = ("w1", "w1_ordered", "d_w1")  # UpGradientMaps
 _UPS_AT = -(-(_CALL_AT + _CALL.size) // MAP_ALIGNMENT) * MAP_ALIGNMENT
 GRADIENT_RECORD_BYTES = _UPS_AT + len(_UP_MAPS) * MAP_BYTES
-"""Of one rank's record; a launch of virtual ranks is given one for each, in rank order."""
+"""Bytes of one rank's record; a launch of virtual ranks is given one for each, in rank order."""
 
 
 class SavingPacker:

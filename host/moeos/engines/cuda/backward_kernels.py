@@ -78,7 +78,7 @@ def wants_weights(piece: GradientTensors) -> bool:
 
 
 def with_own_weights(piece: GradientTensors) -> GradientTensors:
-    """The same with memory of its own for gradients of weights, in the dtype in which a launch
+    """`piece` with memory of its own for gradients of weights, in the dtype in which a launch
     writes them.
     """
     dtype = piece.x.dtype
@@ -123,7 +123,7 @@ def routing_in(
     places, weights = of_call("pair_expert", torch.int32), of_call("pair_weight", torch.float32)
     ids = places
     if expert_at is not None:
-        # Of tokens that a call does not have the tables may say anything.
+        # The tables may say anything about tokens that a call does not have.
         ids = expert_at[places.clamp(0, len(expert_at) - 1)]
     if zero_experts or expert_at is not None:
         unplaced = of_call("pair_row", torch.int32) if zero_experts else -1

@@ -112,7 +112,7 @@ class LaunchChain:
             return self._relaxed(ended)
 
     def _join_in(self, capture: int, stream: int) -> None:
-        """The same for a launch that becomes part of a graph."""
+        """Orders a launch that becomes part of a graph after those before it."""
         driver = self._driver
         if self._captured is not None and self._captured[0] == capture:
             before = self._captured[1]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The symmetric heap on GPUs: memory of equal size on every rank, which all ranks' GPUs address.
 
-Of one rank, and of virtual ranks on one GPU, it is plain device memory. Between processes of one
+For one rank, and for virtual ranks on one GPU, it is plain device memory. Between processes of one
 host it is memory that they share through CUDA, and where there are remote peers NVSHMEM's, whose
 puts reach them. This file knows nothing of what lies in a heap.
 """

@@ -59,10 +59,10 @@ from moeos.world.tracing import RankTrace
 from moeos.world.world import SharedMemory, World
 
 CAPABILITY = (9, 0)
-"""Of the GPUs that kernels are made for: Hopper."""
+"""The capability of the GPUs that kernels are made for: Hopper."""
 _COMPILING = 300.0  # seconds beyond the deadline that ranks wait for each other's compilers
 MAX_ARGUMENT_BYTES = 32_764
-"""That one launch can be given."""
+"""The most bytes of arguments that one launch can be given."""
 
 
 def _tokens_in(word: int) -> int | None:
@@ -323,7 +323,7 @@ class CudaEngine:
             torch.cuda.synchronize()
 
     def _make_saving(self) -> CudaSaving:
-        """Of calls in the layer's own buffers, with another kernel."""
+        """The kernel that saves rows, for calls in the layer's own buffers."""
         shape, mine = dataclasses.replace(self._shape, saves=True), self._mine
         kernel = self._compiled(shape, "the kernel that saves rows")
 
@@ -579,7 +579,7 @@ class CudaEngine:
         return torch.zeros(size, dtype=torch.uint8, device=self._device)
 
     def _packer(self, cfg: MoEConfig, sizes: _runtime.Sizes) -> ArgumentPacker:
-        """Of what this rank's launches of the layer are given."""
+        """The packer of what this rank's launches of the layer are given."""
         world = self._world
         return ArgumentPacker(
             cfg,

@@ -36,7 +36,7 @@ class LaunchArguments:
 
     @classmethod
     def of_ranks(cls, record: NDArray[numpy.uint8], ranks: int) -> LaunchArguments:
-        """Of one rank, whose record stays where it is; or with room for those of several."""
+        """Arguments of one rank, whose record stays where it is, or of several, in a new array."""
         return cls(record if ranks == 1 else numpy.tile(record, ranks))
 
 

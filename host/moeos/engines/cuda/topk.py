@@ -19,10 +19,10 @@ Softmax = Literal["all", "chosen"]
 """As `moeos.topk` takes it."""
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of logits, in the order of MOEOS_TYPE in kernels/topk.cu."""
+"""Dtypes of logits, in the order of MOEOS_TYPE in kernels/topk.cu."""
 
 THREADS = 256
-"""Of a block."""
+"""Threads of a block."""
 
 _SOURCE, _KERNEL = "kernels/topk.cu", "moeos_topk"
 _LANES = 32
@@ -61,13 +61,13 @@ def _can_compile() -> bool:
 
 
 def cut(count: int, k: int) -> tuple[int, int]:
-    """Of rows of so many logits: keys that a lane keeps, and lanes of a row, both powers of two."""
+    """Keys that a lane keeps, and lanes of a row of `count` logits, both powers of two."""
     kept = _power(k)
     return kept, min(_LANES, _power(-(-count // max(_OF_A_LANE, kept))))
 
 
 def number_of(softmax: Softmax | None) -> int:
-    """In kernels/topk.cu."""
+    """The number of `softmax` in kernels/topk.cu."""
     return 0 if softmax is None else 1 + get_args(Softmax).index(softmax)
 
 

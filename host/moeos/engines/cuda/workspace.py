@@ -37,11 +37,11 @@ Value = TypeVar("Value")
 
 @dataclasses.dataclass
 class CudaShape:
-    """The layers of one config: what they share beside what all layers do.
+    """The layers of one config: what they share in addition to what all layers do.
 
     Attributes:
         index: of the shape, in the order in which they came.
-        kernels: by their code. Of virtual ranks rank 0 alone has some.
+        kernels: by their code. Among virtual ranks, rank 0 alone has some.
     """
 
     index: int

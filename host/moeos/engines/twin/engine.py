@@ -97,8 +97,8 @@ def gradient_sizes_of(
     places: int = 0,
     slicing: Slicing = WHOLE,
 ) -> _runtime.Sizes:
-    """The same of its calls of gradients, which are of routed experts alone. Of slices each rank
-    gets all sums.
+    """The sizes of a layer's calls of gradients, which have routed experts alone. Where experts are
+    cut, each rank gets all sums.
     """
     routed = routed_alone(cfg)
     place = (world_size, processors, remote, trace_events, places)
@@ -112,7 +112,7 @@ class TwinEngine:
     """One layer on one rank of the twin. Collective to make.
 
     Calls of the layers of a workspace may come from any threads, and run one at a time, in the same
-    order on every rank. Those of another workspace may run beside, in another order on every rank.
+    order on every rank. Calls of another workspace may run at the same time, in any order.
     """
 
     @staticmethod

@@ -160,8 +160,8 @@ class TwinWorkspace:
                 rank.abort()
 
     def give_up(self, *, interrupted: bool) -> None:
-        """The same, where nothing has failed. `interrupted`: by a signal, behind the kernel of the
-        last call.
+        """Aborts this rank's calls where none has failed. `interrupted`: by a signal, after the
+        kernel of the last call.
         """
         with self._lock:
             rank = self._rank()
