@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls functions on a thread of its own, so that one which does not return can be given up.
 
-It knows nothing of what the functions do.
+Must not depend on what the functions do.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PATIENCE = 15.0
 class Caller:
     """A thread that calls functions, one after the other.
 
-    Raises `OSError` if the thread cannot be started; `who` starts it there, like "rank 1 of 4".
+    Raises `OSError` if the thread cannot be started, naming `who`, such as "rank 1 of 4".
     """
 
     def __init__(self, name: str, who: str = "") -> None:
@@ -62,7 +62,7 @@ class Caller:
         self._calls.put(call)
         ends = None if seconds is None else time.monotonic() + seconds
         try:
-            # By looks: a signal that comes just before a wait begins does not end that wait.
+            # It polls: a signal that comes just before a wait begins does not end that wait.
             while not future.done() and (ends is None or time.monotonic() < ends):
                 left = _LOOK if ends is None else min(_LOOK, max(0.0, ends - time.monotonic()))
                 concurrent.futures.wait([future], left)
@@ -94,8 +94,8 @@ _given_up: set[Caller] = set()
 
 @atexit.register
 def _let_return() -> None:
-    """Before the interpreter ends: a thread that comes back then from code of others is ended
-    where it is, and where that is C++ the process ends by SIGABRT.
+    """Runs before the interpreter ends: a thread that then returns from foreign code is ended where
+    it is, and if that is C++ the process ends by SIGABRT.
 
     The thread of a closed caller ends once it has made the calls that it still owes. A caller that
     was given up and whose function has returned stays in `_work`; the other callers may make the

@@ -3,7 +3,7 @@
 
 Every other bad argument raises ValueError or TypeError.
 
-This file knows nothing of what raises them.
+Must not depend on what raises them.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ class RankError(Exception):
 
 
 def tell_rank(error: BaseException, rank: str) -> None:
-    """Makes what Python prints of an error begin with who raised it, such as "rank 1 of 2"."""
+    """Makes what Python prints of an error begin with its origin, such as "rank 1 of 2"."""
     if not isinstance(error, Exception):  # such as SystemExit, of which Python prints nothing
         return
     chain: list[BaseException] = [error]

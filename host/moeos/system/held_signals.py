@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps or notes what the handlers of signals raise amid a piece of work.
+"""Keeps or notes what the handlers of signals raise during a piece of work.
 
-It knows nothing of what the work is.
+Must not depend on what the work is.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class HeldSignals:
         self._come_out()
 
     def _come_out(self) -> None:
-        """What was kept is raised."""
+        """Raises what was kept."""
         if self.raised is not None:
             raise self.raised
 
@@ -94,4 +94,4 @@ class NotedSignals(HeldSignals):
         raise error
 
     def _come_out(self) -> None:
-        """It has been raised."""
+        """Does nothing: the error has been raised."""

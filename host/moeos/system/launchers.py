@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How this process was started: what a launcher's environment variables say.
 
-The only file that reads them. It knows nothing of worlds, nor of how ranks meet.
+The only file that reads them. Must not depend on worlds, nor on how ranks meet.
 """
 
 from __future__ import annotations
