@@ -2,8 +2,8 @@
 """What GPUs do at most, by the name of the device: the table by which layouts are chosen.
 
 The H200's numbers are built in (docs/performance.md). `moeos doctor --measure` writes those of
-another device into a file in the user's cache folder, which this table reads as well. It knows
-numbers and that file, and nothing of what is compared with them.
+another device into a file in the user's cache folder, which this table reads as well. Must not
+depend on what is compared with the numbers.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class DeviceRates:
         all_reduce_bytes: (ranks, bytes/s): what NCCL's all-reduce sends from each rank. Fewer ranks
             than any here send what the link takes.
         launch: one more kernel on all ranks, NCCL's, from its launch until its first byte has come.
-        dispatch: sorting, counting and copying before the first product, of few tokens.
+        dispatch: sorting, counting and copying few tokens before GEMM0.
         copied_bytes: bytes/s of rows that are copied, read and written.
-        gathered_step: what a step of a product takes more where its rows are copied by index with
-            cp.async, for each full tile of rows and each part of so many columns.
-        gathered_part: what a part of a first product takes more before the first of its rows is
-            copied from x: the kernel looks up which tokens these are, and nothing hides that.
+        gathered_step: the extra time of a step of a product whose rows are copied by index with
+            cp.async, for each full tile of rows and each part of GATHERED_COLUMNS columns.
+        gathered_part: the extra time of a part of GEMM0 before the first of its rows is copied from
+            x: the kernel looks up which tokens these are, and nothing hides that.
         box: a row of few tokens that is loaded by a box of its own.
-        step: a step of a first product, during which its rows are loaded.
+        step: a step of GEMM0, during which its rows are loaded.
     """
 
     device: str
@@ -59,11 +59,11 @@ class DeviceRates:
     step: float
 
     def expert_flops(self, cfg: MoEConfig) -> float:
-        """FLOP/s at which it multiplies as a layer's experts do, dense."""
+        """Dense FLOP/s in the format of a layer's experts."""
         return self.bf16_flops if cfg.activation_format is None else self.fp8_flops
 
     def all_reduced(self, ranks: int) -> float:
-        """Bytes/s that NCCL's all-reduce sends from each of so many ranks."""
+        """Bytes/s that NCCL's all-reduce sends from each of `ranks` ranks."""
         known = [rate for least, rate in self.all_reduce_bytes if least <= ranks]
         return known[-1] if known else self.link_bytes
 
@@ -75,7 +75,7 @@ H200 = DeviceRates(
     fp8_flops=1476e12,
     memory_bytes=4.4e12,
     link_bytes=355e9,
-    # From the tables 1 and 2b of the paper on layouts, so from other machines.
+    # From tables 1 and 2b of the paper on layouts, so from other machines.
     all_reduce_bytes=((4, 368e9), (8, 470e9)),
     launch=20e-6,
     # Calls of one to eight tokens that do without took 3 to 6 us less.
