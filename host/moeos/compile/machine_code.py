@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kernel's machine code, a cubin, is asked for, and the one thing that is changed in it.
+"""Reads a kernel's machine code, a cubin, and makes the one change in it.
 
-A cubin is an ELF file. Knows neither layers nor the compiler's options.
+A cubin is an ELF file. Must not depend on layers, nor on the compiler's options.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HANDLE, ADDRESS = 35, 2
 of an address."""
 
 _INFO = struct.Struct("<2I")  # r_info of a relocation (Elf64_Rela): kind, symbol
-_INFO_AT = 8  # behind r_offset
+_INFO_AT = 8  # after r_offset
 
 
 def instruction_bytes(cubin: bytes, kernel: str) -> int:
