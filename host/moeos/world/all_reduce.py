@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-reduces behind the calls of a workspace, among ranks with slices of the same experts; and
+"""All-reduces after the calls of a workspace, among ranks with slices of the same experts; and
 those of hosts elsewhere.
 
 On hosts gloo makes them, over connections of their own. On GPUs a process group of
-torch.distributed does. It knows stores and process groups, and nothing of worlds or of layers.
+torch.distributed does. Must not depend on worlds or layers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     )
 
 _LOOK = 0.1  # seconds from one look at an all-reduce that is under way to the next
-_BEYOND = 5.0  # seconds that gloo waits longer, so that it is named here who did not come
+_BEYOND = 5.0  # seconds that gloo waits longer, so that the error of here names missing ranks
 _ROLL_CALL = 2.0  # seconds in which ranks that wait have said so
 
 Value = TypeVar("Value")
@@ -233,7 +233,7 @@ class OfHosts:
         return f"{who} did not come (stuck, in another call, or ended: then start all ranks again)"
 
     def _ask(self, question: Callable[[], Value], seconds: float) -> Value | None:
-        """The store's answer; None if it is gone, or gives none in so many seconds."""
+        """The store's answer; None if it is gone, or gives none in time."""
 
         def ask() -> Value | None:
             with contextlib.suppress(RuntimeError):
@@ -261,11 +261,11 @@ class OfHosts:
 
 
 class OfDevices:
-    """By NCCL: it is launched behind the kernel, and nothing is waited for here. See `AllReduce`.
+    """All-reduces by NCCL, launched after the kernel; nothing waits here. See `AllReduce`.
 
-    A rank that does not come is for NCCL's own timeout. So is a call that was left behind its
-    kernel, whose peers' next kernels wait behind their all-reduce. Graphs may have captured the
-    group, which stays through a reset.
+    NCCL's own timeout ends the wait for a rank that does not come, and for one that left its call
+    after the kernel: its peers' next kernels wait for their all-reduce. Graphs may have captured
+    the group, so it stays through a reset.
     """
 
     def __init__(self, group: ProcessGroup, rank: int) -> None:

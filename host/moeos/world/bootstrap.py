@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds out who the ranks of a world are, and makes it: a launcher's, a group's or a store's.
+"""Finds the ranks of a world, by a launcher, a group or a store, and makes the world.
 
-It knows nothing of layers or heaps.
+Must not depend on layers or heaps.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ def init(
             every call.
         twin: how the twin uses this machine.
         ranks_per_node: None finds out which peers' memory can be written directly. A number makes
-            nodes of so many consecutive ranks, and reaches ranks of other nodes by puts even where
-            there is a direct way, on the twin and on the GPU: 1 for all peers. It is there to test
-            that path on one host; it changes no result.
+            nodes of that many consecutive ranks, and reaches ranks of other nodes by puts even
+            where there is a direct way, on the twin and on the GPU: 1 for all peers. It is there to
+            test that path on one host; it changes no result.
         trace_events: events that each actor notes of a call, at most, for `MoELayer.trace`; 0 notes
             none, and compiles nothing of it into the kernel. A part of a task is an event.
         faults: what is to go wrong, for tests (`moeos.faults`); None for what the file says that
@@ -298,7 +298,7 @@ def _raise_on_all(control: ControlPlane, problem: Exception | None) -> None:
 
 
 def _default_group(environment: Mapping[str, str]) -> ProcessGroup | None:
-    """That of torch.distributed, where it is there and no launcher tells this process's place.
+    """The default group of torch.distributed, if there is one and no launcher says the place.
 
     Raises `ValueError` where a launcher tells another place.
     """

@@ -4,7 +4,7 @@
 A `FaultPlan` is given to `moeos.init` or `moeos.virtual.run`, or lies in the TOML file that the
 environment variable MOEOS_FAULTS names. Without one a world has none of this, and the GPU's kernel
 is another. This file reads plans, draws delays and packs what the device OS reads of a plan
-(runtime/memory/records.def); it knows nothing of engines, heaps or launchers.
+(runtime/memory/records.def). Must not depend on engines, heaps or launchers.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Entry:
     """An entry of a plan: fields that are checked when it is made, and a table in TOML.
 
     Attributes:
-        TABLE: its name there.
+        TABLE: the table's name.
     """
 
     TABLE: ClassVar[str]
@@ -137,8 +137,8 @@ class Fault(_Entry):
 class SlowProcessor(_Entry):
     """A processor whose every part takes `factor` times as long, and `seconds` more.
 
-    On the GPU it also begins no part before the one before is done: what others do of two parts at
-    once is what makes them fast.
+    On the GPU it also begins no part before the previous one is done; other processors overlap two
+    parts, which makes them fast.
     """
 
     TABLE: ClassVar[str] = "slow_processor"
@@ -159,8 +159,8 @@ class SlowProcessor(_Entry):
 class SlowLink(_Entry):
     """A link from a rank to a peer over which everything comes later: rows, results, their flags.
 
-    By `seconds`, and, where `bytes_per_second` is set, by the time that all rows so far take at
-    that rate. The processor waits before it begins what brings them.
+    They are late by `seconds`, and, where `bytes_per_second` is set, by the time that all rows so
+    far take at that rate. The processor waits before it begins the part that sends them.
     """
 
     TABLE: ClassVar[str] = "slow_link"
@@ -396,7 +396,7 @@ class LayerFaults:
             time.sleep(min(seconds, MOST_SECONDS))
 
     def packed(self, *, again: bool = False) -> bytes:
-        """The bytes of `moeos::FaultPlan`; `again`: after a reset, when what happens once has."""
+        """The bytes of `moeos::FaultPlan`; `again`: after a reset, without what happens once."""
         holds = [] if again else self._holds
         word = 0 if self._executioner is None else self._executioner.address
         entries = {
@@ -414,7 +414,7 @@ class LayerFaults:
         return plan.tobytes()
 
     def close(self) -> None:
-        """Nobody is killed any more."""
+        """From now on this process is not killed."""
         if self._executioner is not None:
             self._executioner.close()
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks do together, and a signal comes to one of them: the others hear of it at once.
+"""Runs collective work so that, when a signal interrupts one rank, the others learn it at once.
 
-An error of the work itself is raised on all ranks, or told by an exchange. What a signal's handler
-raises is neither: it leaves the work wherever it was, of whatever kind the error is. This file
-knows control planes and signals, and nothing of the work.
+An error of the work itself is raised on all ranks, or reported by an exchange. What a signal's
+handler raises is neither: it leaves the work wherever it was, whatever the error's class. Must not
+depend on the work.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process group of torch.distributed, or one dimension of a DeviceMesh, tells of a world.
+"""Reads a world's ranks and store from a process group, or from one dimension of a DeviceMesh.
 
-It knows nothing of what the world is for.
+Must not depend on what the world is for.
 """
 
 from __future__ import annotations

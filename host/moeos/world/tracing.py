@@ -2,7 +2,7 @@
 """What the actors of a rank did in a call, and when, as the device noted it
 (runtime/record/trace.hpp).
 
-It knows nothing of files or pictures.
+Must not depend on files or pictures.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KINDS = tuple(_runtime.trace_kinds())
 """The parts of tasks, then the steps of the OS block's actors."""
 TASK_KINDS = tuple(_runtime.task_kinds())
 OS_ACTORS = ("scheduler", "counts", "arrivals", "returns")
-"""The actors behind the processors, in the order of their lists."""
+"""The actors after the processors, in the order of their lists."""
 
 MAX_EVENTS = 1 << 16
 """The most events that an actor can be asked to note of a call."""
@@ -87,7 +87,7 @@ def read(
     couriers: int = 0,
     experts: tuple[int, ...] = (),
 ) -> RankTrace:
-    """A rank's trace out of its memory: counts [actors], events [actors, room] of `EVENT`; and
+    """A rank's trace from its memory: counts [actors], events [actors, room] of `EVENT`; and
     received, chunk_rows and experts as in `RankTrace`. Actors are the processors, as many couriers
     or none, and `OS_ACTORS`.
     """
