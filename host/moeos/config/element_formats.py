@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The formats in which a layer holds its experts' weights: codes of 8 or 4 bits, and scales. And
-the one in which it sends tokens, multiplies them and returns results.
+"""Quantization: the formats of experts' weights, with codes of 8 or 4 bits and scales; and the
+format in which a layer sends tokens, multiplies them and returns results.
 
-A number is its code times its scale, or scales. One table says what the tensors of weights are
-like; the two functions behind it turn numbers into them and back. Two more do so for rows of
-tokens. kernels/element_formats.hpp has the same for the kernels. This file knows matrices and rows,
-and nothing of layers, ranks or checkpoints.
+A number is its code times its scale, or scales. One table describes the tensors of weights; the two
+functions after it quantize and dequantize them. Two more do so for rows of tokens.
+kernels/element_formats.hpp does this for the kernels. Must not depend on layers, ranks or
+checkpoints: this file knows matrices and rows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 EXPONENT_BIAS = 127
 """The bias of an E8M0 exponent, which is a byte."""
 INT4_ZERO = 8
-"""What is added to a 4-bit integer to store it."""
+"""The offset that is added to a 4-bit integer to store it."""
 BLOCK = 128
 """Rows and columns of a block of FP8 that share a scale."""
 MX_GROUP, NV_GROUP, INT4_GROUP = 32, 16, 32
@@ -50,7 +50,7 @@ _E2M1_MOST, _E2M1_EXPONENT = 6.0, 2
 _INT4_MOST = 7.0
 _NAN_EXPONENT = 255
 _E2M1_TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-"""In the middle between two magnitudes."""
+"""The midpoints between two magnitudes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,8 +112,8 @@ def quantize_matrix(weight: Tensor, name: str, halves: int) -> tuple[Tensor, Ten
     """Codes, scales and, where the format has them, the scales of whole matrices.
 
     The largest magnitude that shares a scale becomes the largest of the code, or, with mxfp4, the
-    next power of two below that does (OCP Microscaling Formats 1.0). What lies between two codes
-    becomes the nearer one, and the even one of two that are as near.
+    next power of two below that does (OCP Microscaling Formats 1.0). A number between two codes
+    becomes the nearer one, and the even one of two that are equally near.
 
     Args:
         weight: [..., R, C] of any floating dtype: `halves` matrices, one below the other.
@@ -169,9 +169,9 @@ def dequantize(
 def quantize_rows(values: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Codes [..., n] in e4m3 and scales [..., n / group] in fp32 of rows [..., n].
 
-    The largest magnitude of a group becomes 448, the largest code. What lies between two codes
-    becomes the nearer one, and the even one of two that are as near. Each step is one of fp32, so
-    that all machines make the same codes of the same numbers. A NaN stays one, and does not count
+    The largest magnitude of a group becomes 448, the largest code. A number between two codes
+    becomes the nearer one, and the even one of two that are equally near. Each step is one of fp32,
+    so that all machines make equal codes from equal numbers. A NaN stays one, and does not count
     for the largest magnitude. An infinity makes its whole group NaN.
 
     Args:
@@ -213,7 +213,7 @@ def exponent_value(exponents: Tensor) -> Tensor:
 
 
 def _largest(every: Tensor, row: Format) -> Tensor:
-    """The largest magnitudes [..., halves, grid rows, grid columns] of what shares a scale."""
+    """The largest magnitudes [..., halves, grid rows, grid columns] among those with one scale."""
     rows, columns = every.shape[-2:]
     down, across = row.rows or rows, row.columns or columns
     padded = functional.pad(every.abs(), (0, -columns % across, 0, -rows % down))
@@ -232,7 +232,7 @@ def _spread(grid: Tensor, shape: torch.Size, row: Format) -> Tensor:
 
 
 def _or_one(scale: Tensor) -> Tensor:
-    """Scales without zeros, which nothing can be divided by."""
+    """Scales with 1 in place of zeros, by which nothing can be divided."""
     return scale.masked_fill(scale == 0, 1.0)
 
 
@@ -259,7 +259,7 @@ def _codes(numbers: Tensor, row: Format) -> Tensor:
 
 
 def _numbers(codes: Tensor, row: Format) -> Tensor:
-    """What codes stand for without their scales, in float32."""
+    """The numbers that codes mean without their scales, in float32."""
     if row.code_bits == 8:
         return codes.float()
     if row.name == "int4_group32":

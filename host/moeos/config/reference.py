@@ -74,12 +74,12 @@ def route(
     """Choose and weigh the experts of each token.
 
     The scores are the softmax, the sigmoid or the root of the softplus of the logits
-    x · gate_weightᵀ + router_bias. Experts are chosen by
-    their selection score, which is score + selection_bias: the best k, of the best `top_groups`
-    groups only if there are groups (DeepSeek-V3, arXiv:2412.19437, section 2.1.2); of equal ones
-    the lower expert, or group, wins. A group's score is that of its best expert or, with
-    `group_score="top2_sum"`, the sum of its two best. Scores that are equal only because float64
-    rounds them, as sigmoids beside 1 are, are compared as they were before. The experts' weights
+    x · gate_weightᵀ + router_bias. Experts are chosen by their selection score, which is score +
+    selection_bias: the best k, from the best `top_groups` groups only if there are groups
+    (DeepSeek-V3, arXiv:2412.19437, section 2.1.2); the lower of equal experts, or groups, wins. A
+    group's score is that of its best expert or, with `group_score="top2_sum"`, the sum of its two
+    best. Scores that are equal only because float64 rounds them, as sigmoids near 1 are, are
+    compared as they were before. The experts' weights
     are the scores without the bias, divided by their sum if `renormalize` is set (FlashDMoE, eq.
     5.1 and 5.2), times `routed_scaling` and the expert's scale. Zero experts are chosen and weighed
     as all others are.
@@ -167,9 +167,9 @@ def margin_in_errors(
     a quarter of it, sqrtsoftplus by a third), and have an error of their own. What a margin must
     exceed:
 
-    * Of an fp32 router: 1e-6 of the token's largest logit, in magnitude; and, where scores decide,
-      1e-6 of its largest selection score besides.
-    * Of others: twice the error of logits that are summed as tensor cores do it, 16 products at a
+    * With an fp32 router: 1e-6 of the token's largest logit, in magnitude; and, where scores
+      decide, 1e-6 of its largest selection score in addition.
+    * Otherwise: twice the error of logits that are summed as tensor cores do it, 16 products at a
       time into an fp32 sum that is truncated: an addition loses at most 2^-23 of the sum, which
       stays within 4 standard deviations of a sum of such products with random signs. Scores err by
       at most 2^-20 of the token's largest, or of 1, themselves.
@@ -234,9 +234,9 @@ def moe(
     weight · x[i]. Shared experts n add the sum over them of shared_w2[n] · activation(shared_w1[n]
     · x[i]), times the sigmoid of x[i] · shared_gate where there is one, whatever the routing.
 
-    With `activation_format` x, and what lies between the two products of an expert, are what their
-    codes and scales stand for, by `moeos.config.element_formats.quantize_rows` in fp32. The router,
-    shared and zero experts read x as it is. With `result_format` an expert's result is so, too,
+    With `activation_format` x, and the rows between GEMM0 and GEMM1, are quantized by
+    `moeos.config.element_formats.quantize_rows` in fp32, and dequantized. The router, shared and
+    zero experts read x as it is. With `result_format` an expert's result is quantized likewise
     before it is weighed.
 
     Args:
@@ -390,7 +390,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def activate(rows: Tensor, cfg: MoEConfig) -> Tensor:
-    """[n, w1_rows] -> [n, I], in the dtype of `rows`: what lies between the GEMMs of an expert."""
+    """[n, w1_rows] -> [n, I], in the dtype of `rows`: the rows between GEMM0 and GEMM1."""
     curve, limit = _CURVES[cfg.formula.curve], cfg.resolved_swiglu_limit
     alpha = cfg.resolved_swiglu_alpha
     if not cfg.gated:
@@ -406,7 +406,7 @@ def activate(rows: Tensor, cfg: MoEConfig) -> Tensor:
 
 
 def _as_sent(rows: Tensor, form: ActivationFormat | None, group: int) -> Tensor:
-    """What the codes and scales of rows [n, columns] stand for; the rows, where there are none."""
+    """Rows [n, columns], quantized and dequantized; the rows themselves without a format."""
     if form is None:
         return rows
     return dequantize_rows(*quantize_rows(rows, group))
@@ -466,11 +466,11 @@ class _Keys(NamedTuple):
         return _Keys(function(self.high), *others)
 
     def at(self, indices: Tensor) -> _Keys:
-        """Those at `indices` along the last dimension."""
+        """The numbers at `indices` along the last dimension."""
         return self.map(lambda part: part.gather(-1, indices))
 
     def order(self) -> Tensor:
-        """Indices along the last dimension, the highest number first, of equal ones the lower."""
+        """Indices along the last dimension, the highest number first; equal numbers by index."""
         indices = torch.arange(self.high.shape[-1], device=self.high.device).expand_as(self.high)
         for part in reversed(self):  # stable sorts: what is sorted by last matters most
             if part is not None:
@@ -495,10 +495,10 @@ def _exact_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _selection(logits: Tensor, cfg: MoEConfig, selection_bias: Tensor | None) -> _Keys:
-    """Selection scores [S, E], of which logits that differ make different ones.
+    """Selection scores [S, E], which differ wherever logits do.
 
-    What is left to 1 tells scores beside 1 apart. Scores too small for float64 are zero; their
-    logits tell them apart, and from nothing.
+    Scores near 1 are distinguished by their distance to 1. Scores too small for float64 are zero;
+    their logits distinguish them from each other and from true zeros.
     """
     if cfg.scoring == "sqrtsoftplus":
         high = _sqrtsoftplus(logits)  # a root rounds less than it is given, and logits tell apart

@@ -2,7 +2,7 @@
 """The sizes of a layer as the runtime derives them, for whichever machine computes it.
 
 The only file that hands a config to `_runtime.Sizes`: runtime/words/geometry.def and
-kernels/shape.def have its fields. It knows nothing of engines or compilers; these say how they cut
+kernels/shape.def have its fields. Must not depend on engines or compilers; these say how they cut
 their work.
 """
 
@@ -36,10 +36,10 @@ _MOST_BYTES = 2**32 - 1  # of a row: the runtime counts them in 32 bits
 _RESULT_ALIGNMENT = 128  # a cache line, as coded_result_bytes of kernels/element_formats.hpp
 _BETWEEN_SHARES = 2  # of even routing, that have places between the GEMMs
 _RING_SHARES = 2  # of even routing, that have places in a cell
-_RING_TILES = 4  # at least so many
+_RING_TILES = 4  # the fewest tiles that have places in a cell
 LARGE_EXPERT = 20 << 20
 """An expert whose two matrices have more bytes is a large one: a GPU's L2 cache of 50 MiB does not
-hold the weights of two beside each other. (A gated one's are half as many more.)"""
+hold the weights of two at once. (A gated expert has half as many more.)"""
 
 
 def routed_alone(cfg: MoEConfig) -> MoEConfig:
@@ -159,12 +159,12 @@ def _between_bytes(cfg: MoEConfig) -> int:
 
 
 def _coded_bytes(values: int, group: int, multiple: int = 16) -> int:
-    """As coded_row_bytes of kernels/element_formats.hpp."""
+    """coded_row_bytes of kernels/element_formats.hpp."""
     return -(-(values + values // group * 4) // multiple) * multiple
 
 
 def _bits_of_a_weight(cfg: MoEConfig) -> int:
-    """Scales aside."""
+    """Bits of a weight, without scales."""
     if cfg.weight_format is None:
         return 8 * cfg.dtype.itemsize
     return FORMATS[cfg.weight_format].code_bits
@@ -194,8 +194,8 @@ def parts(cfg: MoEConfig, product0_columns: int, product1_columns: int) -> tuple
 def shared_cut(cfg: MoEConfig, wide: int, narrow: int | None = None) -> dict[str, int]:
     """Fields of runtime/words/geometry.def that shared experts have: none where there are none.
 
-    `wide`, `narrow`: columns of the first product's results in an N-tile of either kind. The last
-    N-tile is that of their gate.
+    `wide`, `narrow`: columns of GEMM0's results in an N-tile of either kind. The last N-tile is
+    that of their gate.
     """
     if cfg.shared_experts == 0:
         return {}
@@ -243,13 +243,13 @@ def _layer_shape(cfg: MoEConfig) -> dict[str, object]:
 
 
 def _number_of(names: Sequence[str], name: str | None) -> int:
-    """As the kernels have it: 0 of none, and 1 of the first."""
+    """The kernels' number: 0 for none, and 1 for the first."""
     return 0 if name is None else 1 + names.index(name)
 
 
 def _between_rows(cfg: MoEConfig, world_size: int, local: int, tile_rows: int) -> int:
-    """Geometry's `between_rows`: places for twice the rows of even routing, and for what tiles pad.
-    A call that is more uneven uses places in turn. None where no call can be, as of two ranks.
+    """Geometry's `between_rows`: places for twice the rows of even routing, and for tiles' padding.
+    A more uneven call reuses places. None where no call can be more uneven, as with two ranks.
     """
     pairs = world_size * cfg.max_tokens
     rows = _BETWEEN_SHARES * -(-pairs * cfg.slots * local // max(cfg.experts, local))
@@ -258,7 +258,7 @@ def _between_rows(cfg: MoEConfig, world_size: int, local: int, tile_rows: int) -
 
 def _ring_rows(cfg: MoEConfig, world_size: int, local: int, tile_rows: int) -> int:
     """Geometry's `ring_rows`: places for twice the rows that even routing has for a rank, but for
-    some tiles at least. A source with more uses places again. None where none can have more.
+    some tiles at least. A source with more rows reuses places. None where none can have more.
     """
     even = -(-cfg.max_tokens * cfg.slots * local // max(cfg.experts, local))
     rows = max(_RING_SHARES * even, _RING_TILES * tile_rows)
@@ -266,8 +266,8 @@ def _ring_rows(cfg: MoEConfig, world_size: int, local: int, tile_rows: int) -> i
 
 
 def _once(cfg: MoEConfig, world_size: int, local: int, cut: Mapping[str, int]) -> dict[str, int]:
-    """Which calls take a token to a peer once: none, unless a rank can have several experts of a
-    token, and a call `dedup_rows` rows for it."""
+    """Fields by which calls send a token to a peer once: none, unless a rank can have several
+    experts of a token. A call does so if it has `dedup_rows` rows for the peer."""
     rows_of_token = min(cfg.slots, local)
     most = cfg.max_tokens * rows_of_token
     can = world_size > 1 and rows_of_token > 1 and 0 < cut["dedup_rows"] <= most
