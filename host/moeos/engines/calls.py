@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank says of its call, so that ranks which make different ones notice: one number.
+"""The identity of a call: one number, by which ranks notice that they make different calls.
 
-The runtime compares these numbers and knows no more of them (Call::identity of
-runtime/words/call.hpp).
+The runtime only compares these numbers (Call::identity of runtime/words/call.hpp).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _FORWARD = 0
 _BACKWARD = 1
 _BACKWARD_OF_ONE = 2  # which reads what one call, and no other, has kept on several ranks
 _LAYERS = (1 << 32) // (_DIRECTIONS * _PIECES)
-_CALLS = 1 << 8  # that are told apart, of those under way
+_CALLS = 1 << 8  # calls under way that can be distinguished
 _FEW_LAYERS = _LAYERS // _CALLS
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which engine runs the layers of a world. The only file that knows all engines.
 
-It tells `moeos.world.world` what makes the memory of a workspace, since worlds know no engines.
+It sets what makes the memory of a workspace in `moeos.world.world`, which must not depend on it.
 """
 
 from __future__ import annotations

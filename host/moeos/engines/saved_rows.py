@@ -18,7 +18,7 @@ _NO_CAPACITY = (1, 1)
 
 
 class SavedRows(NamedTuple):
-    """A rank's rule.
+    """How many rows a rank keeps.
 
     Attributes:
         sources: ranks that send rows here; 0: nothing is kept.
@@ -51,23 +51,23 @@ class SavedRows(NamedTuple):
         return min(of_any * self.slots, in_slots, wanted)
 
     def of_pieces(self, rows: int, pieces: int) -> list[int]:
-        """Rows kept of each source, for each micro-batch of a call with `rows` rows of x."""
+        """Rows kept of each source, for each piece of a call with `rows` rows of x."""
         firsts = [number * self.max_tokens for number in range(pieces)]
         return [self.of_source(max(0, min(rows - first, self.max_tokens))) for first in firsts]
 
     def of_call(self, rows: int, pieces: int) -> int:
-        """Rows kept of all sources and micro-batches."""
+        """Rows kept of all sources and pieces."""
         return self.sources * sum(self.of_pieces(rows, pieces))
 
     def identity_of_backward(self, layer: int, pieces: int, of: int) -> int:
-        """What a rank says of a backward (`moeos.engines.calls`): which call's it is matters where
+        """The identity of a backward (`moeos.engines.calls`). It names the forward call only where
         ranks keep rows of each other.
         """
         return calls.identity(layer, pieces, backward=True, of=of if self.sources > 1 else 0)
 
 
 def saved_rows(cfg: MoEConfig, sources: int, experts: int) -> SavedRows:
-    """The rule of a rank with so many experts, which has rows of so many ranks."""
+    """The rule of a rank with `experts` experts, which gets rows from `sources` ranks."""
     if cfg.save == "nothing":
         return SavedRows(0)
     ratio = cfg.capacity_ratio

@@ -325,8 +325,8 @@ class ArgumentPacker:
     def _parameter_maps(self, t: CallTensors) -> tuple[bytes, bytes, bytes]:
         """The map of the gate, those of the experts' weights, and those of shared experts."""
         cfg = self._cfg
-        # Who gives routing may have no gate. The kernel then loads nothing by its map, but asks for
-        # the map itself, which must be one: that of w1 will do.
+        # A caller that gives routing may have no gate. The kernel then loads nothing by its map,
+        # but prefetches it, so it must be a valid map: that of w1 will do.
         gate = t.w1 if t.gate is None else t.gate
         of_gate = self.map_of("gate", gate, cfg.hidden, Box(self._gate_box_rows, cfg.gate_dtype))
         of_experts = self._weight_maps("", t.w1, t.w2, cfg.intermediate, cfg.weight_format)

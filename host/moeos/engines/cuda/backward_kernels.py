@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a layer on a GPU has for calls of gradients: a kernel of its own, its arguments, and the
-launch behind it that makes the gradients of weights. And what it has for forward calls that save
+launch after it that makes the gradients of weights; and what it has for forward calls that save
 rows for these.
 
-It knows bytes and kernels, and nothing of ranks or of the order of launches.
+Must not depend on ranks, nor on the order of launches.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class CudaGradients:
         self._own = LaunchArguments(arguments.record)  # of this rank alone
 
     def make_weights(self, stream: int) -> None:
-        """Launches what makes the gradients of weights, behind the call that was packed last."""
+        """Launches what makes the gradients of weights, after the call that was packed last."""
         self._of_weights.launch(stream, self._own)
 
     def unload(self) -> None:

@@ -3,7 +3,7 @@
 
 For one rank, and for virtual ranks on one GPU, it is plain device memory. Between processes of one
 host it is memory that they share through CUDA, and where there are remote peers NVSHMEM's, whose
-puts reach them. This file knows nothing of what lies in a heap.
+puts reach them. Must not depend on what lies in a heap.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class DeviceHeap:
         heaps: uint8 [size] for each rank, in rank order, as this rank's GPU addresses them; None
             for a rank whose memory it cannot. The memory starts as zeros.
         own: this rank's.
-        put_addresses: [P] what a put to each rank's heap goes to.
+        put_addresses: [P] the address that a put to each rank's heap goes to.
 
     Raises:
         ConfigMismatch: ranks ask for different sizes.
@@ -176,7 +176,7 @@ def shareable_peers(control: ControlPlane, device: torch.device) -> list[str]:
 
 
 def peers_with_atomics(control: ControlPlane, device: torch.device) -> list[bool]:
-    """[P] on whose memory this GPU's atomics are atomic, as far as the driver tells. Collective.
+    """[P] whether this GPU's atomics on a rank's memory are atomic, by the driver. Collective.
 
     Raises `RuntimeError`, on all ranks, if the driver does not answer.
     """

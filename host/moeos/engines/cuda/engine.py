@@ -66,7 +66,7 @@ MAX_ARGUMENT_BYTES = 32_764
 
 
 def _tokens_in(word: int) -> int | None:
-    """The number of tokens in what ranks with slices compare, where it is all that it says."""
+    """The number of tokens in a word that ranks with slices compare, if the word is only that."""
     return word if word < _runtime.ROWS_APART else None
 
 
@@ -420,7 +420,7 @@ class CudaEngine:
             self._note_more()
 
     def _note_more(self) -> None:
-        """Calls to come wait for what has been launched behind the last one, too."""
+        """Makes later calls wait for what has been launched after the last one, too."""
         if not torch._C._cuda_isCurrentStreamCapturing():
             stream = torch._C._cuda_getCurrentRawStream(self._device.index)
             self._launches.launched(stream, lives=cuda_chain.lives(self._device.index))
@@ -499,7 +499,7 @@ class CudaEngine:
         return self._no_bias
 
     def _launch(self, kernel: LoadedKernel, launch: LaunchArguments, stream: int) -> None:
-        """Launches a call behind the world's last one, whose stream it mostly shares."""
+        """Launches a call after the world's last one, whose stream it mostly shares."""
         launches = self._launches
         if stream == launches.stream and not torch._C._cuda_isCurrentStreamCapturing():
             kernel.launch(stream, launch)
@@ -520,8 +520,8 @@ class CudaEngine:
         return exception_of(failure, *told, _tokens_in, self._shared.derived_in(failure.epoch))
 
     def _compiled(self, shape: KernelShape, what: str) -> Kernel:
-        """The kernel of a shape. Every rank asks for it: those of a host wait for one compiler, and
-        all for hosts that have none on their disk.
+        """The kernel of a shape. Every rank asks for it: the ranks of a host wait for one compiler,
+        and all ranks wait for hosts that have no such kernel on their disk.
         """
         return self._agree(lambda: jit.compile_kernel(shape), what, beyond=_COMPILING)
 
@@ -612,9 +612,9 @@ class CudaEngine:
     def _launch_together(
         self, held: CudaHoldings | CudaSaving | CudaGradients, identity: int
     ) -> None:
-        """Launches the call of all virtual ranks, ordered behind and before each rank's stream.
+        """Launches the call of all virtual ranks, in the order of each rank's stream.
 
-        A failure that any of them has been shown raises on all.
+        A failure that any rank has seen raises on all.
         """
         stream = torch.cuda.current_stream()
         ready = torch.cuda.Event()
@@ -650,7 +650,7 @@ class CudaEngine:
             self._note_launch(stream.cuda_stream)
 
     def _note_launch(self, stream: int) -> None:
-        """What rank 0 has launched on a stream of its own is done when `stream` comes here."""
+        """Notes rank 0's launch, which is done when `stream` comes here."""
         if torch._C._cuda_isCurrentStreamCapturing():
             self._note_capture()
         else:
@@ -658,7 +658,7 @@ class CudaEngine:
 
 
 class CudaHoldings:
-    """What a layer has of its own on a GPU; see `moeos.world.world.Holdings`.
+    """The part of a GPU that a layer has for itself; see `moeos.world.world.Holdings`.
 
     Attributes:
         records, arguments, launch, kernel: as they are made; gone after the end. No kernel on
@@ -708,7 +708,7 @@ class CudaHoldings:
         self.expert_at = cuda_records.experts_at(placement, self.records.device)
 
     def interrupt(self, reason: str) -> None:
-        """The workspace ends the call."""
+        """Does nothing: the workspace ends the call."""
 
     def memory(self) -> dict[str, int]:
         """See `Holdings.memory`."""
@@ -743,7 +743,7 @@ class CudaHoldings:
 
 
 def _nothing() -> None:
-    """What calls of gradients have to forget: their records are the layer's."""
+    """Clears nothing: the records of calls of gradients are the layer's."""
 
 
 def _usable_device(cfg: MoEConfig, world: World) -> torch.device:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """NVSHMEM: memory that all ranks of a world have, and puts to GPUs that this one cannot address.
 
-The only file that calls NVSHMEM. It starts once in a process and with one set of processes, so it
-serves one world at a time. It knows nothing of what lies in the memory.
+The only file that calls NVSHMEM, which starts once in a process and with one set of processes, so
+it serves one world at a time. Must not depend on what lies in the memory.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def peers_memory(own: Tensor, size: int) -> list[Tensor | None]:
 
 
 def mapped_peers(control: ControlPlane) -> list[bool]:
-    """[P] whose memory this GPU can address. Collective."""
+    """[P] whether this GPU can address the rank's memory. Collective."""
 
     def look() -> list[bool]:
         probe = allocate(_PROBE_BYTES)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`moeos.topk` on a GPU: a kernel for a type of logits, and for how many of them are chosen.
 
-It knows tensors, the compiler and the driver, and nothing of derivatives.
+Must not depend on derivatives: it knows tensors, the compiler and the driver.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _ARGUMENTS = (
 
 
 def takes(logits: Tensor) -> bool:
-    """Whether the kernel can be given these: tensors with memory, which nobody traces, and without
-    a forward derivative; and whether there is a compiler for it.
+    """Whether the kernel can take these: tensors with memory, which are not being traced and have
+    no forward derivative; and whether there is a compiler for it.
     """
     return (
         logits.is_cuda
