@@ -49,7 +49,7 @@ class _Turn:
 
 
 class CallGate:
-    """What runs in it runs one thread at a time; the others wait in order of arrival.
+    """Runs functions of one thread at a time; the other threads wait in order of arrival.
 
     Each turn waits for the end of the turn that came before it, so the order is fair and needs no
     list. Waiting has no deadline of its own: it ends with the calls before, whose waits have one.
@@ -64,7 +64,7 @@ class CallGate:
         self._rank = rank
         self._mutex = threading.Lock()  # for an exchange of two words, in which nothing else runs
         self._last: _Turn | None = None
-        self._turn: _Turn | None = None  # of the thread inside
+        self._turn: _Turn | None = None  # the turn of the thread inside
         self._closed = False
         self._home = Home()
 

@@ -49,7 +49,7 @@ def tell_rank(error: BaseException, rank: str) -> None:
         chain.append(before)
     if any(isinstance(one, RankError) for one in chain):
         return
-    with contextlib.suppress(Exception):  # of a class that takes no attributes
+    with contextlib.suppress(Exception):  # its class may take no attributes
         chain[-1].__cause__ = RankError(f"{rank}: {said(error).splitlines()[0]}")
 
 

@@ -41,7 +41,7 @@ class HeldSignals:
                     if callable(handler):  # not the default action, and not one of C
                         self._handlers[number] = handler
                         signal.signal(number, self._handle)
-            except BaseException:  # of a handler that is not held yet
+            except BaseException:  # raised by a handler that is not held yet
                 self._release()
                 raise
         return self

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory this process can still have: of the machine, its control groups and its limits.
+"""The memory that this process can still have, by its machine, control groups and limits.
 
 The only file that reads them. Must not depend on what the memory is for.
 """
@@ -32,7 +32,7 @@ def available(proc: Path = _PROC, groups: Path = _GROUPS) -> int:
 
 
 def limits() -> str:
-    """What this process may map at most, as an error says it."""
+    """The limits on what this process may map, as an error says them."""
     space, _ = resource.getrlimit(resource.RLIMIT_AS)
     data, _ = resource.getrlimit(resource.RLIMIT_DATA)
     said = f"RLIMIT_AS (ulimit -v), bytes of addresses: {number(space)}"

@@ -14,7 +14,7 @@ from typing import Literal
 
 MAX_RANKS = 1 << 20
 
-_MAX_DIGITS = 20  # of a variable: Python refuses to read thousands, in words of its own
+_MAX_DIGITS = 20  # a variable has no more: Python refuses thousands, in words of its own
 _FIRST_PORT, _PORTS = 20_000, 10_000  # below the ports that Linux hands out by itself
 _JOBS_OF_MPIRUN = ("PMIX_NAMESPACE", "PMI_JOBID")
 _RANKS_HERE_OF_MPIRUN = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What keeps a process from starting a thread, as an error that names the limits.
+"""The error for a thread that cannot be started, which names the limits.
 
 Must not depend on what threads do.
 """
