@@ -44,8 +44,8 @@ second is smaller: one part of a gated GEMM0 makes 64 elements, and scales them 
 
 _E4M3_MOST = 448.0
 _LEAST_DIVISOR = 2.0**-100
-"""What the largest magnitude of a group of a row counts for at least. So neither scales nor their
-inverses are subnormal or infinite."""
+"""The least value for the largest magnitude of a row's group. So neither scales nor their inverses
+are subnormal or infinite."""
 _E2M1_MOST, _E2M1_EXPONENT = 6.0, 2
 _INT4_MOST = 7.0
 _NAN_EXPONENT = 255
@@ -105,7 +105,7 @@ FORMATS = {
         _of_4_bits("int4_group32", torch.bfloat16, INT4_GROUP),
     )
 }
-"""By name."""
+"""The formats by name."""
 
 
 def quantize_matrix(weight: Tensor, name: str, halves: int) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layer in float64 and plain PyTorch: what moeos computes, written to be read.
 
-Everything that runs a Mixture-of-Experts layer is checked against this file, so it shares no code
-with any engine and knows nothing of ranks: it sees the tokens of one rank and the weights of all
-experts. It runs on the device of its arguments, and can be differentiated where no activation
-format rounds.
+Everything that runs a Mixture-of-Experts layer is checked against this file, so it must not depend
+on engines or ranks: it sees the tokens of one rank and the weights of all experts. It runs on the
+device of its arguments, and can be differentiated where no activation format rounds.
 
 Letters: S tokens, k experts of a token, H hidden, I intermediate, E experts in all. A *pair* is
 one (token, j) with j < k.
@@ -508,7 +507,7 @@ def _selection(logits: Tensor, cfg: MoEConfig, selection_bias: Tensor | None) ->
         return _Keys(high, low, logits)
     if cfg.scoring == "sigmoid":
         near_one = logits > 0
-        smaller = (-logits.abs()).sigmoid()  # of score and 1 - score
+        smaller = (-logits.abs()).sigmoid()  # the smaller of score and 1 - score
     else:
         scores = logits.softmax(dim=1)
         near_one = scores > 0.5  # one of a token at most
@@ -553,7 +552,7 @@ def _choose(by: _Keys, margins_of: _Keys, cfg: MoEConfig) -> tuple[Tensor, Tenso
 
 def _scores_of_groups(experts: _Keys, size: int, counted: int) -> _Keys:
     """[S, E] -> [S, groups]: the sum of each group's `counted` best; a group's score moves by as
-    much as so many of its experts'.
+    much as that many of its experts' scores.
     """
     groups = experts.map(lambda part: part.unflatten(1, (-1, size)))
     best = groups.order()

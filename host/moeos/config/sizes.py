@@ -32,10 +32,10 @@ CHUNK_ROWS = 32
 """Rows of one transfer and of one arrival flag, on every machine."""
 MAX_RANKS = 2**16 - 1
 """The most ranks of a world: the runtime numbers a row's source in 16 bits."""
-_MOST_BYTES = 2**32 - 1  # of a row: the runtime counts them in 32 bits
+_MOST_BYTES = 2**32 - 1  # the most bytes of a row: the runtime counts them in 32 bits
 _RESULT_ALIGNMENT = 128  # a cache line, as coded_result_bytes of kernels/element_formats.hpp
-_BETWEEN_SHARES = 2  # of even routing, that have places between the GEMMs
-_RING_SHARES = 2  # of even routing, that have places in a cell
+_BETWEEN_SHARES = 2  # times the rows of even routing have places between the GEMMs
+_RING_SHARES = 2  # times the rows of even routing have places in a cell
 _RING_TILES = 4  # the fewest tiles that have places in a cell
 LARGE_EXPERT = 20 << 20
 """An expert whose two matrices have more bytes is a large one: a GPU's L2 cache of 50 MiB does not

@@ -50,7 +50,7 @@ class SharedExperts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """One family, or several that store and compute their blocks alike.
+    """The row of one family, or of several that store and compute their blocks alike.
 
     Attributes:
         said: what users call its models.
@@ -541,7 +541,7 @@ FAMILIES: dict[str, Family] = {
         works={"enable_moe_block": (True,)},
     ),
 }
-"""By the name that a config's `family` has."""
+"""The families by the name in a config's `family`."""
 
 BY_MODEL_TYPE = {
     model_type: name for name, family in FAMILIES.items() for model_type in family.model_types

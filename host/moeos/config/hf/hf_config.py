@@ -70,7 +70,7 @@ def config_from_hf(
     if family.groups_if is not None and values.get(family.groups_if[0]) != family.groups_if[1]:
         fields |= {"expert_groups": 1, "top_groups": 1}
     if fields["routing"] != "layer":
-        fields["selection_bias"] = False  # of a choice that the layer does not make
+        fields["selection_bias"] = False  # the layer does not choose
     if "router_dtype" in fields:
         fields["router_dtype"] = DTYPES[fields["router_dtype"]]
     try:

@@ -148,4 +148,4 @@ RULES: dict[str, Callable[[Values], Rule]] = {
     "periodic": _periodic,
     "by_pattern": _by_pattern,
 }
-"""By the name that a family's row has."""
+"""The rules by the name in a family's row."""
