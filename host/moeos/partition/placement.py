@@ -191,7 +191,7 @@ class Placement:
         return json.dumps(self.ranks)
 
     def require_fits(self, cfg: MoEConfig, world_size: int) -> None:
-        """Raises `ValueError` unless layers of this config on so many ranks can have it."""
+        """Raises `ValueError` unless layers of this config on `world_size` ranks can have it."""
         if (self.experts, self.world_size) != (cfg.experts, world_size):
             raise ValueError(
                 f"placement has {self.experts} experts on {self.world_size} ranks; the layer has "

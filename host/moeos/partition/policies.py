@@ -44,7 +44,7 @@ STEP_BYTES = 128
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """What a layer's caller wants; "auto" leaves it to the costs.
+    """The caller's wishes for a layer; "auto" leaves a choice to the costs.
 
     Attributes:
         layout: where rows of the products lie.
@@ -173,7 +173,7 @@ def gathered_rows(rates: DeviceRates, cfg: MoEConfig, tokens: int, ranks: int = 
     """
     rows, touched = tokens * cfg.slots / ranks, _touched(cfg, tokens) / ranks
     wide = -(-cfg.w1_rows // GATHERED_COLUMNS)
-    of_few = rows * ranks <= NARROW_ROWS * cfg.experts  # of an expert, so that its tile is narrow
+    of_few = rows * ranks <= NARROW_ROWS * cfg.experts  # few rows per expert: its tile is narrow
     # The last tile of an expert is half full on average. A narrow one has twice the parts.
     parts = touched * 2 * wide if of_few else (rows / GATHERED_ROWS + touched / 2) * wide
     steps = max(1.0, rows / GATHERED_ROWS * wide / (rates.blocks - 1)) * _steps(cfg, cfg.hidden)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What GPUs do at most, by the name of the device: the table by which layouts are chosen.
+"""The peak rates of GPUs, by the name of the device: the table by which layouts are chosen.
 
 The H200's numbers are built in (docs/performance.md). `moeos doctor --measure` writes those of
 another device into a file in the user's cache folder, which this table reads as well. Must not
@@ -21,7 +21,7 @@ from moeos.system import files
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceRates:
-    """What one GPU does at most, each number by itself. Rates are per second, times in seconds.
+    """The peak rates of one GPU, each measured alone. Rates are per second, times in seconds.
 
     Attributes:
         device: the GPU whose numbers these are, as CUDA names it.
@@ -78,17 +78,17 @@ H200 = DeviceRates(
     # From tables 1 and 2b of the paper on layouts, so from other machines.
     all_reduce_bytes=((4, 368e9), (8, 470e9)),
     launch=20e-6,
-    # Calls of one to eight tokens that do without took 3 to 6 us less.
+    # Calls of one to eight tokens without a dispatch took 3 to 6 us less.
     dispatch=5e-6,
-    # By a fit over layers that were timed with copies and with rows by index.
+    # From a fit over layers that were timed with copies and with rows by index.
     copied_bytes=3.4e12,
-    gathered_step=0.24e-6,  # by the same fit, of first products
-    # By the same fit. Any value from 0.7 to 2.1 us chooses the same layouts for these layers.
+    gathered_step=0.24e-6,  # from that fit, for GEMM0
+    # From that fit. Any value from 0.7 to 2.1 us chooses the same layouts for these layers.
     gathered_part=1.2e-6,
     box=35e-9,  # where loads alone were timed
     step=0.7e-6,  # likewise
 )
-"""As it was measured."""
+"""The rates of an H200 as measured."""
 
 MEASURABLE = ("blocks", "bf16_flops", "fp8_flops", "memory_bytes", "link_bytes")
 """The fields of an entry of the file. All others come from fits over timed layers."""

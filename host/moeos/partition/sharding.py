@@ -179,7 +179,7 @@ def for_parameter(name: str, given: Tensor, own: Tensor | None) -> Tensor:
 
 
 def _gathered(tensor: Any) -> Tensor:
-    """All of a DTensor. As bytes where they are 8-bit floats, which gloo does not send."""
+    """All of a DTensor, sent as bytes if they are 8-bit floats, which gloo does not send."""
     plain: Tensor
     if tensor.dtype.itemsize > 1 or not tensor.is_floating_point():
         plain = tensor.full_tensor()
