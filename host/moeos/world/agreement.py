@@ -16,7 +16,7 @@ from moeos.system.errors import ConfigMismatch, PeerTimeout, said
 from moeos.world.control import ControlPlane
 from moeos.world.world import World
 
-_MAX_TOLD = 2000  # characters of a rank's error that the others are told
+_MAX_TOLD = 2000  # characters of a rank's error that the others get
 
 
 def require_config(cfg: object) -> None:

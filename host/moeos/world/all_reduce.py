@@ -104,7 +104,7 @@ class OfHosts:
         self._life = 0
         self._gloo: ProcessGroupGloo | None = None
         self._unfinished = 0  # calls of this life that have begun and not ended
-        self._number = 0  # of this life's last all-reduce
+        self._number = 0  # the number of this life's last all-reduce
         self._said = 0  # the last one in which this rank has said that it waits
 
     def begin(self) -> None:
@@ -173,7 +173,7 @@ class OfHosts:
         self._gloo = found
 
     def _wait(self, mine: Tensor, ends: float, look: Callable[[], None]) -> None:
-        """In steps: gloo sees no signal, nor what the peers' calls have failed with."""
+        """Waits in steps: gloo sees neither signals nor failures of the peers' calls."""
         assert self._gloo is not None  # and no name here, which an error's traceback would keep
         work: Work = self._gloo.allreduce([mine])  # type: ignore[attr-defined]
         with NotedSignals() as signals:  # a handler's error may be of the kind that gloo's are
@@ -184,7 +184,7 @@ class OfHosts:
                 try:
                     # With no milliseconds it would wait to the end.
                     work.wait(datetime.timedelta(seconds=max(min(left, _LOOK), 1e-3)))
-                except RuntimeError as error:  # of a step that has passed
+                except RuntimeError as error:  # the step's time has passed
                     if error is signals.raised:
                         raise
                 if not work.is_completed():

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 BACKENDS = ("auto", "twin", "cuda")
-"""What `init` and `virtual.run` take as a backend."""
+"""The backends that `init` and `virtual.run` take."""
 
 DEFAULT_TWIN = TwinOptions()
 DEFAULT_DEADLINE = 30.0
@@ -167,7 +167,7 @@ class _Arguments:
         return cls(chosen, deadline, twin, ranks_per_node, trace_events, plan, given)
 
     def same_on_all(self) -> dict[str, str]:
-        """What must not differ between the ranks, by name."""
+        """The values that must not differ between the ranks, by name."""
         return {
             "the version of moeos": importlib.metadata.version("moeos"),
             "backend": repr(self.backend),
@@ -214,7 +214,7 @@ def rates_on(backend: Backend, device: torch.device | None) -> DeviceRates:
 
     Raises `OSError` or `ValueError` as `moeos.partition.rates.rates_of` does.
     """
-    if backend == "twin" or not torch.cuda.is_available():  # of which the engine tells
+    if backend == "twin" or not torch.cuda.is_available():  # the engine reports a missing GPU
         return H200
     return rates_of(torch.cuda.get_device_name(device))
 
@@ -239,7 +239,7 @@ def require_same_rates(held: Sequence[DeviceRates]) -> None:
 def _default_device(
     group: ProcessGroup | DeviceMesh | None, *, launched: bool
 ) -> torch.device | None:
-    """This rank's GPU where none is given; None where there is none, of which the engine tells.
+    """This rank's GPU where none is given; None where there is none, which the engine reports.
 
     Raises `RuntimeError` if this host has fewer GPUs than ranks.
     """

@@ -33,7 +33,7 @@ MAX_PAYLOAD_BYTES = 1 << 20
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 50e-6, 2e-3  # seconds between two looks at what has arrived
 _GRACE = 5.0  # seconds that a rank which leaves waits for peers that should be leaving as well
-_MAX_REASON = 2000  # characters of an abort's reason that the peers are told
+_MAX_REASON = 2000  # characters of an abort's reason that the peers get
 _ASIDE_REMEDY = "All ranks may call world.reset() and go on"
 REMEDY = (
     "Ranks of this world agree on nothing any more: close it on all of them, and make it and its "
@@ -42,7 +42,7 @@ REMEDY = (
 
 
 class _Post(NamedTuple):
-    """What a rank offers in one exchange: the exchange's name, and its value."""
+    """A rank's offer in one exchange: the exchange's name, and the rank's value."""
 
     what: str
     value: object

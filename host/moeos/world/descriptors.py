@@ -34,7 +34,7 @@ def exchange(control: ControlPlane, descriptor: int) -> list[int | None]:
     with contextlib.ExitStack() as open_until_all_have_read:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         open_until_all_have_read.enter_context(listener)
-        name = f"\0moeos-{secrets.token_hex(16)}"  # of no file: it ends with the process
+        name = f"\0moeos-{secrets.token_hex(16)}"  # no file's name: it ends with the process
         listener.bind(name)
         listener.listen(size)
         offers = control.allgather((place(), name, token), "the sockets of the ranks")
@@ -85,5 +85,5 @@ def _receive(
         if word == token and descriptors and sender.isdecimal() and int(sender) in missing:
             missing.discard(int(sender))
             received[int(sender)] = descriptors.pop()
-        for other in descriptors:  # of a process that is no rank
+        for other in descriptors:  # sent by a process that is no rank
             os.close(other)

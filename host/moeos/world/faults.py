@@ -258,7 +258,7 @@ class StartDelay(_Entry):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FaultPlan:
-    """What goes wrong in a world; every rank is given the whole plan and does its own part.
+    """The faults of a world; every rank is given the whole plan and does its own part.
 
     Attributes:
         faults, slow_processors, slow_links, start_delays: at most 16 of each of the

@@ -109,7 +109,7 @@ def _broadcast_address(member: Membership, deadline: float, device: torch.device
 
     def broadcast() -> None:
         if device is not None and device.type == "cuda":
-            torch.cuda.set_device(device)  # of this thread
+            torch.cuda.set_device(device)  # for this thread
         dist.broadcast_object_list(address, group=member.group, group_src=0)
 
     try:

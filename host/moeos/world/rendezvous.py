@@ -36,10 +36,10 @@ Value = TypeVar("Value")
 
 _HERE = "127.0.0.1"
 _PAUSE = 5e-3  # seconds between two looks for rank 0
-_CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
+_CREDENTIALS = struct.Struct("3i")  # SO_PEERCRED's process, user, group
 _ADDRESS_BYTES = 512
-_FILES = 16  # of a rank, with what the layers of its world open; seen: 4
-_FILES_OF_STORE = 16  # of the process that holds it; seen: 11
+_FILES = 16  # that a rank opens, with the layers of its world; seen: 4
+_FILES_OF_STORE = 16  # that the process of a store opens; seen: 11
 _FILES_OF_PEER = 2  # there, connections of a rank
 
 # Stores that this process serves, by port or job, until it ends: a peer may be quick to come back.
@@ -169,7 +169,7 @@ def announcement(store: TCPStore) -> str:
 
 
 def at_announced(rank: int, size: int, deadline: float, announced: str) -> Meeting:
-    """The store that `announcement` tells of; raises `PeerTimeout` as `at_address` does."""
+    """The store of an `announcement`; raises `PeerTimeout` as `at_address` does."""
     host, port, its_boot = announced.split()
     host = _HERE if its_boot == boot() else host
     return at_address(rank, size, deadline, host=host, port=int(port), serve=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the actors of a rank did in a call, and when, as the device noted it
+"""The events of a rank's actors in a call, and their times, as the device noted them
 (runtime/record/trace.hpp).
 
 Must not depend on files or pictures.

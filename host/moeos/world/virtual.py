@@ -282,7 +282,7 @@ def _root_cause(
     note = f"raised on virtual rank {rank} of {ranks}"
     if stuck:
         note += f"; virtual {name_ranks(stuck)} did not end in time"
-    with contextlib.suppress(Exception):  # of a class that takes no attributes
+    with contextlib.suppress(Exception):  # its class may take no attributes
         # What add_note of Python 3.11 does.
         error.__notes__ = [*getattr(error, "__notes__", []), note]  # type: ignore[attr-defined]
     return error

@@ -56,11 +56,11 @@ _stuck: list[object] = []  # what calls that never ended may still use
 
 
 class Holdings(Protocol):
-    """What one layer holds of the machine on one rank: threads, buffers, its part of a heap."""
+    """The parts of a machine that a layer holds on one rank: threads, buffers, part of a heap."""
 
     @property
     def gate(self) -> CallGate:
-        """What the layer's calls go through."""
+        """The gate that the layer's calls go through."""
 
     def interrupt(self, reason: str) -> None:
         """Makes this rank leave the call that it is in. From any thread, at any time."""
@@ -208,7 +208,7 @@ class World:
         self.beside: dict[object, Beside] = {}
         self._resets = 0
         self._aside: ControlPlane | None = None
-        self._own_workspaces: dict[bool, Workspace] = {}  # of layers in slices, and of others
+        self._own_workspaces: dict[bool, Workspace] = {}  # by whether their layers are in slices
         self._workspaces: list[weakref.ref[Workspace]] = []
         self._workspace_count = 0
         self._closed = False
@@ -262,7 +262,7 @@ class World:
 
     @property
     def workspace(self) -> Workspace:
-        """What its layers share, unless they are made with another; made when it is first used."""
+        """The workspace of layers that are made without one; it is made when it is first used."""
         return self._own_workspace(sliced=False)
 
     @property
@@ -286,8 +286,8 @@ class World:
         self._workspaces.append(weakref.ref(workspace))
 
     def together(self, what: str, do: Callable[[], Value]) -> Value:
-        """What `do()` returns or raises, in the gate. Collective, as `do` is; `what` names it where
-        a signal comes amid it: see `moeos.world.interruption.told`.
+        """What `do()` returns or raises, in the gate. Collective, as `do` is; `what` names it if a
+        signal interrupts it: see `moeos.world.interruption.told`.
 
         Raises `OSError` where PyTorch gets no memory.
         """
