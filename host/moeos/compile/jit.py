@@ -40,8 +40,8 @@ _ENTRY = "kernels/sm90/forward.cu"
 _BACKWARD_ENTRY = "kernels/sm90/backward.cu"
 _NVSHMEM_VERSION = "non_abi/nvshmem_version.h"
 _NVSHMEM = (3, 4)  # whose internal functions the transport calls: other versions have others
-_FORMAT = 2  # of what is cached
-_LOG_LINES = 20  # of a failed compilation that an error shows
+_FORMAT = 2  # the version of cache entries
+_LOG_LINES = 20  # lines of a failed compilation's log that an error shows
 
 # Compiled after the kernel, so that the compiler says what the host must know of it.
 _FACTS = {
@@ -56,7 +56,7 @@ _BACKWARD_FACTS = {**_FACTS, "argument_bytes": "sizeof(moeos::sm90::GradientArgu
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompileReport:
-    """What the compiler says of a kernel.
+    """The compiler's report on a kernel.
 
     Attributes:
         arch: what it is compiled for.

@@ -56,15 +56,15 @@ VALUE_COLUMNS = 128
 """Columns of a part of the first product of a call of gradients."""
 DEPTH = 64
 """Columns of a kept row are a multiple: kTileDepth."""
-_LINE_BYTES = 128  # of a cache line; rows of a call of gradients fill whole lines
-_PARTS_AT_HAND = 2  # of a processor: one is computed, and one claimed
-_CHOICE_BYTES = 8  # of a slot of a token, in a row that is sent
+_LINE_BYTES = 128  # a cache line; rows of a call of gradients fill whole lines
+_PARTS_AT_HAND = 2  # a processor computes one part, and has claimed one
+_CHOICE_BYTES = 8  # per slot of a token, in a row that is sent
 _FEW_TOKENS = 512  # the most tokens in a call of a layer for few
-_ROUTE_TOKENS = 64  # of a block, at most
-_BOX_BYTES = 128  # of a box's row: of the router's columns that a block's Route multiplies
-_MOST_SLICES, _LEAST_STEPS = 8, 4  # of a block's Route, and of each of them
+_ROUTE_TOKENS = 64  # the most tokens of a block
+_BOX_BYTES = 128  # a box's row, such as router columns that a block's Route multiplies
+_MOST_SLICES, _LEAST_STEPS = 8, 4  # slices of a block's Route, and steps of a slice
 _GROUPS = 2  # consumer warpgroups
-_TOKEN_DISPATCH_BYTES = 64 << 10  # of rows that a courier spreads together, at most
+_TOKEN_DISPATCH_BYTES = 64 << 10  # the most bytes of rows that a courier spreads together
 ONCE_BYTES = 24 << 20
 """A call with this many bytes of rows for a peer sends each token there once. The peer needs some
 microseconds more to copy it to its other rows, which fewer rows do not win back on the link."""
@@ -372,7 +372,7 @@ def _route_slices(cfg: MoEConfig) -> int:
 
 def _sums_bytes(cfg: MoEConfig) -> int:
     """Bytes of a token's partial logits that a slice of each bank keeps."""
-    kept = _GROUPS if cfg.router_dtype is None else 1  # of a logit in a slice
+    kept = _GROUPS if cfg.router_dtype is None else 1  # partial sums of a logit in a slice
     return kept * route_banks(cfg) * route_columns(cfg) * 4
 
 
