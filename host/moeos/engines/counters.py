@@ -29,7 +29,7 @@ PEER = dtype_of("PeerRecord")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CallStats:
-    """What one rank did in its last call. Times are of the device's clock, in seconds.
+    """The counters of one rank's last call. Times are of the device's clock, in seconds.
 
     Attributes:
         tokens: S of the call.

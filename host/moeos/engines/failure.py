@@ -97,7 +97,7 @@ def different_calls(
 
 
 def _tokens_of_both(f: Failure, tokens_in: Callable[[int], int | None] | None) -> str:
-    """How many tokens ranks have whose inputs differ, where they say it."""
+    """The numbers of tokens of two ranks whose inputs differ, where they are known."""
     if f.kind != FailureKind.INPUTS_DIFFER or tokens_in is None:
         return ""
     ours, theirs = tokens_in(f.expected), tokens_in(f.seen)
@@ -197,7 +197,7 @@ _OS_ACTORS = {
 
 
 def _owed(f: Failure, back: str) -> str | None:
-    """What the late peer has not delivered; None if the failure is not a late peer. `back`: words
+    """The sentence for what a late peer has not delivered; None for other failures. `back`: words
     for the call where it is a backward.
     """
     missing = f"it has not made call {f.epoch}"

@@ -13,7 +13,7 @@ from moeos.world.world import MEMORY, SharedMemory, World
 
 
 def engine_class(world: World) -> type[Engine]:
-    """What runs its calls."""
+    """The class of engine that runs a world's calls."""
     if world.backend == "twin":
         return TwinEngine
     from moeos.engines.cuda.engine import CudaEngine  # spares the twin a GPU's modules

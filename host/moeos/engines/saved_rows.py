@@ -13,7 +13,7 @@ from typing import NamedTuple
 from moeos.config.config import MoEConfig
 from moeos.engines import calls
 
-_SHARE = (5, 4)  # of even routing
+_SHARE = (5, 4)  # relative to the rows of even routing
 _NO_CAPACITY = (1, 1)
 
 

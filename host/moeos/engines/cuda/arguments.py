@@ -34,7 +34,7 @@ MAX_KEPT = 256
 """Places of tokens, and sets of parameters, whose tensor maps a rank keeps for later calls."""
 
 WEIGHT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""In which the kernel reads weights given by the caller: WeightType of arguments.cuh."""
+"""Dtypes in which the kernel reads weights from the caller: WeightType of arguments.cuh."""
 
 _MAP_TYPES = {
     torch.float32: "CU_TENSOR_MAP_DATA_TYPE_FLOAT32",
@@ -82,11 +82,11 @@ MAP_ALIGNMENT = 64
 RECORD_BYTES = -(-(_CALL_AT + _CALL.size) // MAP_ALIGNMENT) * MAP_ALIGNMENT
 """Bytes of one rank's record; a launch of virtual ranks is given one for each, in rank order."""
 
-_BOX_BYTES = 128  # of a box's row, one row of a stage
-_BOX_COLUMNS = 64  # of weights in it: kTileDepth
-_ROUTE_BOX_ROWS = 64  # of x
-_TOKEN_BOX_ROWS = 64  # of tokens between the shared experts' products
-_SHARED_GATE_ROWS = 8  # of their gate, which has one
+_BOX_BYTES = 128  # a box's row, one row of a stage
+_BOX_COLUMNS = 64  # columns of weights in a box: kTileDepth
+_ROUTE_BOX_ROWS = 64  # rows of x in a box
+_TOKEN_BOX_ROWS = 64  # rows of tokens between the shared experts' GEMMs in a box
+_SHARED_GATE_ROWS = 8  # rows in a box of the shared experts' gate, which has one
 
 _ROWS_TOGETHER = 8  # rows at whose multiples such a box may begin
 ADDRESS_ALIGNMENT = 16
@@ -164,7 +164,7 @@ class ArgumentPacker:
         self._given: tuple[int, ...] = (0, 0, 0, 0, 0)  # rows, addresses of what comes with them
 
     def use(self, buffers: RankBuffers) -> None:
-        """Has the next calls use these buffers, which live as long as they are used."""
+        """Makes the next calls use these buffers, which live as long as they are used."""
         cfg, sizes, place = self._cfg, self._sizes, buffers.place
         heap, between = buffers.heap.data_ptr(), buffers.between.data_ptr()
         for index, rows in enumerate(CELL_BOX_ROWS):
@@ -371,7 +371,7 @@ class ArgumentPacker:
         if stored is not None:  # a map's elements are bytes
             bits = FORMATS[stored].code_bits
             decoded = prefix == "shared_" or self._cfg.activation_format is None
-            codes = _BOX_COLUMNS if decoded else _BOX_BYTES  # of a row, kCodedDepth
+            codes = _BOX_COLUMNS if decoded else _BOX_BYTES  # codes of a row: kCodedDepth
             row_bytes = codes * bits // 8
             wide = Box(rows, torch.uint8, row_bytes, ordered=True)
             depths = (depths[0] * bits // 8, depths[1] * bits // 8)

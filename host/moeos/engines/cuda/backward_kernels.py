@@ -39,7 +39,7 @@ class CudaGradients:
     """One layer's calls of gradients on one rank.
 
     Args:
-        of_weights: the kernel of the launch behind a call.
+        of_weights: the kernel of the launch after a call.
 
     Attributes:
         shape: what its kernel is compiled for.
@@ -58,7 +58,7 @@ class CudaGradients:
         self.kernel = kernel
         self.launch = LaunchArguments.of_ranks(arguments.record, shape.virtual_ranks)
         self._of_weights = of_weights
-        self._own = LaunchArguments(arguments.record)  # of this rank alone
+        self._own = LaunchArguments(arguments.record)  # for this rank alone
 
     def make_weights(self, stream: int) -> None:
         """Launches what makes the gradients of weights, after the call that was packed last."""

@@ -33,7 +33,7 @@ class _Last(NamedTuple):
 
 
 class LaunchChain:
-    """What orders the launches of all layers of a world on the current device.
+    """Orders the launches of all layers of a world on the current device.
 
     Threads use it one at a time. Call `join` for the stream before a launch, and `launched` after
     it; neither is needed on the stream `stream`, unless it is being captured.
@@ -53,7 +53,7 @@ class LaunchChain:
         self._captured: tuple[int, int] | None = None  # the last captured launch: capture, stream
 
     def join(self, stream: int) -> bool:
-        """Has the next launch on a stream wait for the last one; whether the stream is captured.
+        """Makes a stream's next launch wait for the last one; returns whether it is captured.
 
         Raises `RuntimeError` where an event cannot do that: in a capture, while an earlier launch
         is not known to have ended, and outside, while the last launch's stream is being captured.

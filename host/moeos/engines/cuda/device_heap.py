@@ -165,7 +165,7 @@ def shareable_peers(control: ControlPlane, device: torch.device) -> list[str]:
         found = _map_all(control, _PROBE_BYTES, device, "sharing memory of a GPU")
     except PeerTimeout:
         raise
-    except RuntimeError as error:  # of all ranks alike
+    except RuntimeError as error:  # all ranks raise it alike
         return ["" if peer == control.rank else str(error) for peer in range(control.size)]
     _unmap([one for one in found if isinstance(one, Mapping)])
     atomic = peers_with_atomics(control, device)

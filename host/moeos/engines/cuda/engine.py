@@ -130,7 +130,7 @@ class CudaEngine:
         self._placement = placement
         self._shared = shared
         self._number = world.number_layer()
-        self._identity = calls.identity(self._number)  # of a call in one piece
+        self._identity = calls.identity(self._number)  # for a call in one piece
         self._virtual = world.control.shares_memory and world.size > 1
         self._device = self._agree(lambda: _usable_device(cfg, world), "the choice of a GPU")
         self._require_devices()
@@ -140,7 +140,7 @@ class CudaEngine:
             self._by_nvshmem = peers.transport == "nvshmem"
             self._shape = self._agree(lambda: self._shape_of(cfg, peers), "the sizes of a layer")
             slicing.policy.require_fits(self._shape.sizes)
-            self._last = self._shape  # of the last call
+            self._last = self._shape  # the last call's shape
             rank, holders = slicing.place(world.rank, world.size)
             own = experts_of(cfg, rank, holders, placement)
             self._saved_rows = saved_rows(cfg, holders, len(own))

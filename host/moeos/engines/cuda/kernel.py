@@ -83,7 +83,7 @@ class LoadedKernel:
         launch.attrs = [together]
         launch.numAttrs = 1
         self._launch = launch
-        self._stream: int | None = None  # of the launch before
+        self._stream: int | None = None  # the stream of the launch before
 
     def launch(self, stream: int, launch: LaunchArguments) -> None:
         """Launches it on a stream."""

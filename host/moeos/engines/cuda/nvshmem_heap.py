@@ -60,7 +60,7 @@ _running: _Running | None = None
 
 
 def serve(world: World, device: torch.device, why: str) -> None:
-    """Has NVSHMEM serve a world; starts it, if it does not run. Collective.
+    """Makes NVSHMEM serve a world; starts it, if it does not run. Collective.
 
     It is never ended, which would wait for all ranks; it ends with the process. `why`: it is
     needed, for the error that says that it is missing.
@@ -149,7 +149,7 @@ def finish_puts(rank: int, deadline: float) -> None:
 
 
 def fill_in_state(library: int) -> None:
-    """Has NVSHMEM, which is running, fill in its state in a loaded kernel that puts by it."""
+    """Makes NVSHMEM, which is running, fill in its state in a loaded kernel that puts by it."""
     _bindings().culibrary_init(library)
 
 

@@ -75,7 +75,7 @@ def first_failure(heap: Tensor, offsets: dict[str, int]) -> Failure | None:
     raised = [word for word in torch.cat(words).view(torch.int64).tolist() if word != 0]
     if not raised:
         return None
-    failed = min(raised) & _NONE  # of the earliest call: the epoch is the upper half
+    failed = min(raised) & _NONE  # in the earliest call: the epoch is the upper half
     at = offsets["failures"] + (failed - 1) * CACHE_LINE
     return Failure(heap[at : at + _FAILURE.itemsize].cpu().numpy().tobytes())
 

@@ -43,7 +43,7 @@ class HeapPool:
         self._control = control
         self._make = make
         self._settle = settle  # waits for all kernels
-        self._heaps: dict[int, DeviceHeap] = {}  # of the same numbers on all ranks
+        self._heaps: dict[int, DeviceHeap] = {}  # by numbers that are equal on all ranks
         self._made = 0
         self._free: set[int] = set()  # which of them this rank does not use
         self._ended = False
@@ -121,7 +121,7 @@ class SharedOnGpu:
 
     @classmethod
     def of(cls, world: World, device: torch.device) -> SharedOnGpu:
-        """What the layers of a world share; its first layer's device is the current one."""
+        """The shared parts of a world's layers; its first layer's device is the current one."""
         found = _of_world.get(world)
         if found is None:
             found = _of_world[world] = cls(world, device)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 Softmax = Literal["all", "chosen"]
-"""As `moeos.topk` takes it."""
+"""The argument `softmax` of `moeos.topk`."""
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of logits, in the order of MOEOS_TYPE in kernels/topk.cu."""

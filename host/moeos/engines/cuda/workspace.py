@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the layers of a workspace share on a GPU: a heap, memory, loaded kernels.
+"""The parts of a GPU that the layers of a workspace share: a heap, memory, loaded kernels.
 
 It makes them as large as the largest layer needs. Must not depend on calls or weights.
 """
@@ -50,7 +50,7 @@ class CudaShape:
 
 
 _KNOWN_BACKWARDS = 4096
-"""More than a stream takes before the host sees that one of them has failed."""
+"""More calls than a stream takes before the host sees that one of them has failed."""
 
 
 @dataclasses.dataclass
@@ -160,7 +160,7 @@ class CudaWorkspace:
         return shape
 
     def buffers(self, shape: CudaShape) -> RankBuffers:
-        """What calls of a shape use."""
+        """The buffers that calls of a shape use."""
         now = self._now
         assert now is not None  # the shape has been admitted
         return RankBuffers(
@@ -307,7 +307,7 @@ class CudaWorkspace:
         self._peers = peers
         self._slicing = slicing
         self._device = device
-        self._offsets = sizes.offsets  # those in a heap and in control are of all shapes
+        self._offsets = sizes.offsets  # offsets in a heap and in control hold for all shapes
         self._abort_stream = torch.cuda.Stream()
         self._abort_record, self._abort_word = cuda_records.host_abort(self._rank)
         self.failure = self._agree(cuda_records.HostFailure, "the host's pinned memory")

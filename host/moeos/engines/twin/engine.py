@@ -165,7 +165,7 @@ class TwinEngine:
         self._gradients: TwinShape | None = None  # made when they are first asked for
         own = experts_of(cfg, self._place, self._holders, placement)
         self._saved_rows = saved_rows(cfg, self._holders, len(own))
-        self._last = sizes  # of the last call
+        self._last = sizes  # sizes of the last call
         self._holdings.hold_records(self._shape.sizes, placement)
 
     def forward(self, tensors: CallTensors) -> None:

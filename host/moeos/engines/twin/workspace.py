@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the layers of a workspace share on the twin: a heap, memory, threads.
+"""The parts of the twin that the layers of a workspace share: a heap, memory, threads.
 
 It makes them as large as the largest layer needs. Must not depend on calls or weights.
 """
