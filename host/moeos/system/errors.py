@@ -42,7 +42,7 @@ class RankError(Exception):
 
 def tell_rank(error: BaseException, rank: str) -> None:
     """Makes what Python prints of an error begin with its origin, such as "rank 1 of 2"."""
-    if not isinstance(error, Exception):  # such as SystemExit, of which Python prints nothing
+    if not isinstance(error, Exception):  # such as SystemExit, for which Python prints nothing
         return
     chain: list[BaseException] = [error]
     while (before := _before(chain[-1])) is not None and before not in chain:

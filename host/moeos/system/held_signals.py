@@ -83,7 +83,7 @@ class HeldSignals:
 
 
 class NotedSignals(HeldSignals):
-    """Lets handlers raise when their signals come: `raised` tells that from other errors.
+    """Lets handlers raise when their signals come: `raised` separates that from other errors.
 
     Attributes:
         raised: what the last handler to raise has raised, or None.

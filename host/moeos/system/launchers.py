@@ -30,7 +30,7 @@ class Launch:
         rank, size: as the launcher says; None where only MPI knows.
         host, port: of the store; no host where the ranks meet otherwise.
         serve: whether this rank holds the store at that address.
-        job: what tells the ranks of this start from others at the same store or host.
+        job: distinguishes the ranks of this start from others at the same store or host.
         here: how many of the ranks are on this host, where the launcher says so.
     """
 
