@@ -136,9 +136,9 @@ class MoEConfig:
             it, and shared experts unless `shared_weight_format` says otherwise.
         activation_format: how experts get their tokens. None: in `dtype`. "fp8_group128": quantized
             to e4m3 codes with an fp32 scale for 128 elements; rows between GEMM0 and GEMM1 have one
-            for 64. Both GEMMs then multiply FP8 by FP8 (W8A8), where weights of 4 bits are e4m3
-            codes exactly, and sum in fp32. It needs a `weight_format`, H a multiple of 128 and I of
-            64. The router, shared and zero experts read x as it is.
+            for 64. Both GEMMs then multiply FP8 by FP8 and sum in fp32: W8A8, or W4A8 with weights
+            of 4 bits, which are e4m3 codes exactly. It needs a `weight_format`, H a multiple of 128
+            and I of 64. The router, shared and zero experts read x as it is.
         rounding: how each expert's tokens of a call become a whole number of tiles, in training
             mode: "NR-f", "SR-f", "NR-s", "Balance-f", "UP" or "DOWN", as
             `moeos.training.round_tokens` has them. None: they do not. Each rank rounds its own

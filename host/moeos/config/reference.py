@@ -500,7 +500,7 @@ def _selection(logits: Tensor, cfg: MoEConfig, selection_bias: Tensor | None) ->
     their logits distinguish them from each other and from true zeros.
     """
     if cfg.scoring == "sqrtsoftplus":
-        high = _sqrtsoftplus(logits)  # a root rounds less than it is given, and logits tell apart
+        high = _sqrtsoftplus(logits)  # a root rounds less than its argument; logits break ties
         low = torch.zeros_like(high)
         if selection_bias is not None:
             high, low = _exact_sum(high, selection_bias.detach().double())

@@ -98,7 +98,7 @@ def _formats(
     if values.get("quantization_config") is None:
         return {}
     experts = min(count(fields, "experts", 0), MAX_EXPERTS)
-    # A look at two experts of each layer tells whether layers differ.
+    # Two experts of each layer show whether layers differ.
     own = range(experts) if layer is not None else (0, experts - 1)
     numbers = sparse_layers.with_experts(values, family.experts_in) if layer is None else [layer]
     every = [modules.of_layer(family, number, own, within=within) for number in numbers]
