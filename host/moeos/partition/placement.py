@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from moeos.config.config import MoEConfig
 
-_TOLD = 4  # experts of which an error says where they are
+_TOLD = 4  # the most ranks whose experts an error names
 
 
 @dataclasses.dataclass(frozen=True)

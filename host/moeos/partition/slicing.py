@@ -267,7 +267,7 @@ class Slicing:
     ) -> torch.Tensor:
         """This rank's part of a tensor of shape `whole`: of shape `part`, a view where it can be.
 
-        `halves`: of rows, of which each is cut alone.
+        `halves`: of rows; each half is cut by itself.
         """
         if whole == part:
             return tensor
