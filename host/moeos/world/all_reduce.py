@@ -70,8 +70,8 @@ class OfHosts:
     Each life, from one `renew` to the next, has connections of its own, which its first call makes.
     So what a failed call has left under way reaches no later call.
 
-    gloo does not tell which rank has broken an all-reduce. So a rank that waits longer than a look
-    says so in the store, once. One that gives up names the ranks that have not said so.
+    gloo does not say which rank has broken an all-reduce. So a rank that waits longer than a look
+    notes that in the store, once. A rank that gives up names the ranks without such a note.
 
     Args:
         store: where the ranks meet; all keys in it are this object's.

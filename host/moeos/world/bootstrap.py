@@ -300,7 +300,7 @@ def _raise_on_all(control: ControlPlane, problem: Exception | None) -> None:
 def _default_group(environment: Mapping[str, str]) -> ProcessGroup | None:
     """The default group of torch.distributed, if there is one and no launcher says the place.
 
-    Raises `ValueError` where a launcher tells another place.
+    Raises `ValueError` where a launcher says another place.
     """
     here = process_group_place()
     if here is None:
@@ -350,7 +350,7 @@ def _join(
 
 
 def _check_place(rank: int | None, size: int | None, store: Store | None) -> tuple[int, int]:
-    """Raises `TypeError` or `ValueError` unless all three tell a rank's place."""
+    """Raises `TypeError` or `ValueError` unless all three define a rank's place."""
     from torch.distributed import Store  # type: ignore[attr-defined]
 
     for name, value in (("rank", rank), ("size", size), ("store", store)):

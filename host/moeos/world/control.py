@@ -420,7 +420,7 @@ class _StoredControl(_PolledControl):
         if self._closed or not self._home.here:
             return
         note = self._gave_up(reason)
-        with contextlib.suppress(PeerTimeout):  # a store that is gone tells the peers as much
+        with contextlib.suppress(PeerTimeout):  # if the store is gone, the peers see that
             if self._find_abort() is None:
                 self._ask(lambda: self._store.set("abort", note))
 

@@ -82,7 +82,7 @@ def _no_member(what: str) -> str:
 def meet(member: Membership, deadline: float, device: torch.device | None) -> Meeting:
     """The store of a group. Collective over it where torch shows none.
 
-    Raises `PeerTimeout` if the group does not tell it within `deadline` seconds.
+    Raises `PeerTimeout` if the group does not give it within `deadline` seconds.
     """
     store = _store_of(member.group)
     if store is not None:
@@ -100,7 +100,7 @@ def _store_of(group: ProcessGroup) -> Store | None:
 
 
 def _broadcast_address(member: Membership, deadline: float, device: torch.device | None) -> Meeting:
-    """A store of the group's rank 0, which tells its address through the group."""
+    """A store of the group's rank 0, which sends its address through the group."""
     import torch.distributed as dist
 
     rank, size = member.rank, member.size

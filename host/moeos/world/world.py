@@ -327,8 +327,8 @@ class World:
 
         heap: symmetric heaps, which peers write; queues: queues, counters and maps; between: rows
         between the GEMMs; records: what layers note of their last calls; spare, on a GPU alone:
-        heaps that wait for another workspace. No key is a sum of others. A kind of which there is
-        nothing has no key: before the first layer the dict is empty.
+        heaps that wait for another workspace. No key is a sum of others. A kind without memory has
+        no key: before the first layer the dict is empty.
         """
         self.require_open()
         found: dict[str, int] = {}
