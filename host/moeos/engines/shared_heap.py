@@ -59,7 +59,7 @@ class SharedHeap:
         rows_at, stride = self.rows_at, max(stride, self.stride)
         if words > rows_at:
             header = sizes.header_bytes
-            sums = sum(shape.sums_bytes for shape in shapes)  # rows, of which no more are kept
+            sums = sum(shape.sums_bytes for shape in shapes)  # rows: no room is kept for more
             rows_at = header + _align(_ROOM * (words - header - sums) + sums)
         tail = max(shape.tile_rows * shape.sent_bytes for shape in shapes)
         results_at = max(self.results_at, _align(rows_at + sizes.cells * stride + tail))

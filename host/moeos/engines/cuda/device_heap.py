@@ -239,7 +239,7 @@ def _uuid_of(device: torch.device) -> str:
 
 
 def _may_add(gpus: abc.Mapping[str, Any], mine: str, peer: str) -> bool:
-    """Whether a GPU's atomics on a peer's memory are atomic, as far as `gpus` tell."""
+    """Whether a GPU's atomics on a peer's memory are atomic, by what `gpus` say."""
     if peer == mine or peer not in gpus or mine not in gpus:
         return True
     return cuda_driver.has_atomics(gpus[mine], gpus[peer])
