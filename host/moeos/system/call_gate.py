@@ -44,7 +44,7 @@ class _Turn:
         self.outer: _Turn | None = None  # the thread's turn in which this one was begun
         self.held = threading.Lock()
         self.lasts = threading.Lock()
-        # Set until the turn begins, and kept if it is given up: its waiters then wait for this one.
+        # Set until the turn begins, and kept if it is given up: its waiters then wait for `before`.
         self.before: _Turn | None = None
 
 

@@ -145,7 +145,7 @@ def replace(path: str | Path, content: bytes | str) -> None:
             _replace_file(Path(os.path.realpath(path)), content, mode)
         else:
             Path(path).write_bytes(content)
-    except OSError as error:  # for a full disk it names no file, or else the temporary one
+    except OSError as error:  # it may name no file (full disk), or the temporary one
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
