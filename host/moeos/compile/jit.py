@@ -2,7 +2,7 @@
 """Compiles the kernel of one layer: sizes and rules become macros, NVRTC makes machine code.
 
 Needs no GPU. The only file that knows the macros of kernels/sm90/block/config.cuh and what the
-compiler's log says. It knows nothing of launches, nor why a `KernelShape` has its sizes.
+compiler's log says. Must not depend on launches, nor on why a `KernelShape` has its sizes.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ KERNEL = "moeos_forward"
 """The kernel's name in the machine code."""
 
 BACKWARD, WEIGHT_GRADIENTS = "moeos_backward", "moeos_weight_gradients"
-"""Those of a call of gradients, and of the launch behind it."""
+"""The kernel of a call of gradients, and that of the launch after it."""
 
 CODE_ADDRESS = "moeos_code_address"
-"""The name of the small kernel that tells where the instructions of `KERNEL` lie."""
+"""The name of the small kernel that finds where the instructions of `KERNEL` lie."""
 
 INSTALL = "pip install 'moeos[cuda]'"
 
@@ -40,10 +40,10 @@ _ENTRY = "kernels/sm90/forward.cu"
 _BACKWARD_ENTRY = "kernels/sm90/backward.cu"
 _NVSHMEM_VERSION = "non_abi/nvshmem_version.h"
 _NVSHMEM = (3, 4)  # whose internal functions the transport calls: other versions have others
-_FORMAT = 2  # of what is cached
-_LOG_LINES = 20  # of a failed compilation that an error shows
+_FORMAT = 2  # the version of cache entries
+_LOG_LINES = 20  # lines of a failed compilation's log that an error shows
 
-# Compiled behind the kernel, so that what the host must know of it is said by the compiler.
+# Compiled after the kernel, so that the compiler says what the host must know of it.
 _FACTS = {
     "shared_bytes": "sizeof(moeos::sm90::Shared)",
     "os_bytes": "sizeof(moeos::sm90::OsShared)",
@@ -56,7 +56,7 @@ _BACKWARD_FACTS = {**_FACTS, "argument_bytes": "sizeof(moeos::sm90::GradientArgu
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompileReport:
-    """What the compiler says of a kernel.
+    """The compiler's report on a kernel.
 
     Attributes:
         arch: what it is compiled for.
@@ -111,7 +111,7 @@ def compile_kernel(shape: KernelShape, cache: Path | None = None) -> Kernel:
         cache: folder; None for `moeos.system.files.cache_folder()`.
 
     Raises:
-        ValueError: a bound does not fit, see `KernelShape.sizes`, or a state shared memory.
+        ValueError: a bound (see `KernelShape.sizes`) or the state in shared memory does not fit.
         RuntimeError: NVRTC, a source file or, for its transport, NVSHMEM is missing, or the
             compiler refuses: with the first lines that it says.
     """
@@ -170,7 +170,7 @@ _other_root: contextvars.ContextVar[Path | None] = contextvars.ContextVar("root"
 def sources_in(root: Path) -> Iterator[None]:
     """For the length of a with block, kernels are compiled from another tree of sources.
 
-    Its kernels' arguments, and what lies where in memory, must be as here: the host uses them.
+    Its kernels' arguments and memory layout must be as here: the host uses them.
     """
     token = _other_root.set(root)
     try:
@@ -210,12 +210,12 @@ _OPTIONS = (
 
 
 def kernel_name(shape: KernelShape) -> str:
-    """In the machine code, of the kernel whose launches are calls."""
+    """The name, in the machine code, of the kernel whose launches are calls."""
     return BACKWARD if shape.gradients else KERNEL
 
 
 def macros(shape: KernelShape) -> dict[str, str]:
-    """What kernels/sm90/block/config.cuh reads, without the prefix MOEOS_."""
+    """The macros that kernels/sm90/block/config.cuh reads, without the prefix MOEOS_."""
     cfg, sizes = shape.cfg, shape.sizes
     ratio = cfg.capacity_ratio
     values: dict[str, int | str] = {
@@ -248,7 +248,7 @@ def _unit(entry: str, facts: Mapping[str, str]) -> str:
 
 
 def _facts(ptx: str, shape: KernelShape) -> dict[str, int]:
-    """What `_unit` makes the compiler say; `ValueError` if the OS block's state does not fit."""
+    """The numbers of `_unit` in the PTX; `ValueError` if the OS block's state does not fit."""
     found = dict(re.findall(r"\bmoeos_(\w+) = (\d+);", ptx))
     facts = {name: int(found[name]) for name in _FACTS}
     facts["os_bytes"] += shape.sizes.os_memory_bytes
@@ -311,12 +311,12 @@ def nvshmem_folders() -> list[Path]:
             f"{folders[0]} has the headers of NVSHMEM {'.'.join(map(str, version))}; kernels that "
             f"reach remote peers are made with {'.'.join(map(str, _NVSHMEM))}: {INSTALL}"
         )
-    # One header names its neighbour without its folder, where NVRTC does not look for it.
+    # One header names its neighbour without a folder, where NVRTC does not look.
     return [*folders, folders[0] / "non_abi" / "device" / "pt-to-pt"]
 
 
 def _load_nvrtc() -> Any:
-    """The bindings of NVRTC, whose library can be loaded."""
+    """The bindings of NVRTC; its library can be loaded."""
     try:
         nvrtc = importlib.import_module("cuda.bindings.nvrtc")
         nvrtc.nvrtcVersion()
@@ -335,7 +335,7 @@ def _version(nvrtc: Any) -> str:
 def _compile(
     nvrtc: Any, unit: str, options: list[str], kernel: str = KERNEL
 ) -> tuple[bytes, str, str]:
-    """The cubin, the PTX and the log of a translation unit; `kernel`: which tells its address."""
+    """The cubin, the PTX and the log of a translation unit. `kernel`: its address is asked for."""
     _, program = _ask(nvrtc.nvrtcCreateProgram(unit.encode(), b"moeos.cu", 0, [], []))
     try:
         status = nvrtc.nvrtcCompileProgram(
@@ -355,7 +355,7 @@ def _compile(
 
 
 def _ask(answer: tuple[Any, ...]) -> tuple[Any, ...]:
-    """An answer of the bindings, whose status says that it is one."""
+    """`answer`; raises `RuntimeError` if its status says that the call failed."""
     if int(answer[0]) != 0:
         raise RuntimeError(f"NVRTC failed: {answer[0].name}")
     return answer

@@ -3,8 +3,8 @@
 
 One file holds one entry under its key; ranks that start together make an entry once. Code that will
 run is loaded from here, so the folder and its files belong to this user alone, and a folder or a
-file that others can have changed is not used. This file knows nothing of compilers or of what an
-entry holds.
+file that others can have changed is not used. Must not depend on compilers, nor on what an entry
+holds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import filelock
 from moeos.system import files
 
 MAX_ENTRIES = 256
-"""Entries that are kept; beyond it the ones not used for longest go."""
+"""Entries that are kept; beyond this number the least recently used go."""
 MAX_ENTRY_BYTES = 1 << 26
 """The largest entry that is stored or loaded."""
 LOCK_SECONDS = 600.0
@@ -117,7 +117,7 @@ def _load(folder: Path, key: str) -> bytes | None:
 
 
 def _head(key: str, entry: bytes) -> bytes:
-    """What stands before an entry; its key is part of it, so a renamed file is no entry."""
+    """The head of an entry; the key is part of it, so a renamed file is no entry."""
     return _MAGIC + hashlib.sha256(key.encode() + b"\n" + entry).digest()
 
 
@@ -150,7 +150,7 @@ def _prune(folder: Path) -> None:
 
 
 def _lock(folder: Path, key: str) -> filelock.BaseFileLock:
-    """Who may make an entry. It ends with the process that holds it.
+    """A lock on making an entry. It ends with the process that holds it.
 
     Files are few, because keys share them, and stay.
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a GPU's kernel is compiled for: a layer, a world, its share of the grid; and the sizes that
-follow from them.
+"""The shape that a GPU's kernel is compiled for: a layer, a world, a share of the grid; and the
+sizes that follow from them.
 
-The only file that decides how work is cut on the GPU. It knows nothing of compilers or launches.
+The only file that decides how work is cut on the GPU. Must not depend on compilers or launches.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from moeos.partition.rates import H200
 from moeos.partition.slicing import WHOLE, Slicing
 
 ARCHITECTURES = ("sm_90a",)
-"""What kernels can be compiled for: Hopper, whose own instructions they use."""
+"""The GPUs that kernels can be compiled for: Hopper, whose own instructions they use."""
 DTYPES = (torch.bfloat16, torch.float16)
 """Storage types that the GPU computes with."""
 MAX_EXPERTS = 1024
@@ -41,7 +41,7 @@ MAX_GROUPS = 32
 """A lane of a warp keeps the score of an expert group."""
 
 _Cut = tuple[MoEConfig, dict[str, int], dict[str, int]]
-"""Of calls: their layer, how their work is cut, and fields of Geometry that are not the layer's."""
+"""The layer of calls, how their work is cut, and fields of Geometry that are not the layer's."""
 Transport = Literal["none", "mapped", "nvshmem"]
 """How remote peers are reached: there are none; by stores into heaps that this GPU addresses (of
 virtual ranks); by NVSHMEM."""
@@ -53,31 +53,31 @@ _WEIGHT_BOX_ROWS = 128  # where no part reaches beyond them
 ORDERED_ROWS = 32
 """Rows of weights that lie in a box in an order of their own; a smaller box has no more."""
 VALUE_COLUMNS = 128
-"""Of a part of the first product of a call of gradients."""
+"""Columns of a part of the first product of a call of gradients."""
 DEPTH = 64
 """Columns of a kept row are a multiple: kTileDepth."""
-_LINE_BYTES = 128  # of a cache, of which the rows of a call of gradients are whole ones
-_PARTS_AT_HAND = 2  # of a processor: one is computed, and one claimed
-_CHOICE_BYTES = 8  # of a slot of a token, in a row that is sent
-_FEW_TOKENS = 512  # a layer for at most so many in a call is one for few
-_ROUTE_TOKENS = 64  # of a block, at most
-_BOX_BYTES = 128  # of a box's row: of the router's columns that a block's Route multiplies
-_MOST_SLICES, _LEAST_STEPS = 8, 4  # of a block's Route, and of each of them
+_LINE_BYTES = 128  # a cache line; rows of a call of gradients fill whole lines
+_PARTS_AT_HAND = 2  # a processor computes one part, and has claimed one
+_CHOICE_BYTES = 8  # per slot of a token, in a row that is sent
+_FEW_TOKENS = 512  # the most tokens in a call of a layer for few
+_ROUTE_TOKENS = 64  # the most tokens of a block
+_BOX_BYTES = 128  # a box's row, such as router columns that a block's Route multiplies
+_MOST_SLICES, _LEAST_STEPS = 8, 4  # slices of a block's Route, and steps of a slice
 _GROUPS = 2  # consumer warpgroups
-_TOKEN_DISPATCH_BYTES = 64 << 10  # of rows that a courier spreads together, at most
+_TOKEN_DISPATCH_BYTES = 64 << 10  # the most bytes of rows that a courier spreads together
 ONCE_BYTES = 24 << 20
-"""A call with so many bytes of rows for a peer takes each token there once. It takes the peer some
+"""A call with this many bytes of rows for a peer sends each token there once. The peer needs some
 microseconds more to copy it to its other rows, which fewer rows do not win back on the link."""
 DEDUP_TOKENS = _FEW_TOKENS + 1
-"""And only of a layer for so many tokens: in one for few, a look at what might have landed is felt
-in every call."""
+"""Only a layer for this many tokens sends them once: in one for few, a look at what might have
+landed is felt in every call."""
 HOPPER_BLOCKS = H200.blocks
-"""Of an H100 or H200, one an SM."""
+"""Blocks of an H100 or H200: one per SM."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelShape:
-    """What a kernel is compiled for.
+    """The layer, the world and the machine that a kernel is compiled for.
 
     Attributes:
         cfg: the layer.
@@ -92,8 +92,8 @@ class KernelShape:
             it has no code for that.
         arch: one of `ARCHITECTURES`.
         gradients: whether its calls are of gradients; `cfg` is the layer's all the same.
-        saves: whether a forward call saves what its first product made, or one of gradients finds
-            it saved.
+        saves: whether a forward call saves GEMM0's results, or a call of gradients finds them
+            saved.
 
     Raises:
         ValueError: the GPU does not have this layer yet; the message says what it has.
@@ -160,7 +160,7 @@ class KernelShape:
 
     @property
     def local_experts(self) -> int:
-        """X: all that is kept or told of a rank's experts has so many places."""
+        """X: tables and messages about a rank's experts have this many places."""
         return self.places or self.cfg.experts_per_rank(self.world_size)
 
     @property
@@ -202,8 +202,8 @@ class KernelShape:
             "narrow_rows": NARROW_ROWS,
             "product0_narrow_parts": narrow[0],
             "product1_narrow_parts": narrow[1],
-            # Rows of any number lie next to those of another source. They take more boxes to load,
-            # for which there are too few lanes where weights have small ones.
+            # With 1, rows of any number lie next to those of another source. They take more boxes
+            # to load, for which there are too few lanes where weights have small boxes.
             "segment_align": 1 if has_whole_parts(cfg) else _runtime.SEGMENT_ALIGN,
             "dedup_rows": _dedup_rows(cfg, sent_bytes(cfg)),
             "dedup_after": _dedup_after(cfg, self.world_size),
@@ -214,8 +214,8 @@ class KernelShape:
         return cfg, cut, self.slicing.sizes(cfg, self.world_size)
 
     def _cut_of_gradients(self) -> _Cut:
-        """Of routed experts alone, and without narrow tiles. Each slice gets all sums. What parts a
-        row has: kernels/sm90/block/gradient_rows.cuh, which checks these bytes.
+        """Calls of gradients have routed experts alone, and no narrow tiles. Each slice gets all
+        sums. kernels/sm90/block/gradient_rows.cuh names a row's parts and checks these bytes.
         """
         cfg = routed_alone(self.cfg)
         size = cfg.dtype.itemsize
@@ -274,7 +274,7 @@ def route_banks(cfg: MoEConfig) -> int:
 
 
 def copies_bytes(cfg: MoEConfig) -> int:
-    """Of x and of the gradient of the output, behind all else that a row keeps."""
+    """Bytes of x and of the gradient of the output, which follow all else that a row keeps."""
     return _align(2 * cfg.hidden * cfg.dtype.itemsize, _LINE_BYTES)
 
 
@@ -289,14 +289,14 @@ def _tile_columns(cfg: MoEConfig) -> int:
 
 
 def _product0_columns(cfg: MoEConfig) -> int:
-    """Columns of the first GEMM's result in a part of a wide tile; of a gated one it multiplies as
-    many gate and as many up columns.
+    """Columns of GEMM0's result in a part of a wide tile; a gated part multiplies this many gate
+    columns and this many up columns.
     """
     return _tile_columns(cfg) // 2 if cfg.gated else _tile_columns(cfg)
 
 
 def narrow_product0_columns(cfg: MoEConfig) -> int:
-    """The same of a narrow tile."""
+    """Columns of GEMM0's result in a part of a narrow tile."""
     return _NARROW_COLUMNS // 2 if cfg.gated else _NARROW_COLUMNS
 
 
@@ -327,7 +327,7 @@ def weight_box_rows(cfg: MoEConfig) -> int:
 
 
 def _dedup_rows(cfg: MoEConfig, row_bytes: int) -> int:
-    """Geometry's `dedup_rows`, of rows with so many bytes as they are sent."""
+    """Geometry's `dedup_rows`, for rows of `row_bytes` bytes as they are sent."""
     if cfg.max_tokens < DEDUP_TOKENS:
         return 0
     return max(1, ONCE_BYTES // row_bytes)
@@ -335,8 +335,8 @@ def _dedup_rows(cfg: MoEConfig, row_bytes: int) -> int:
 
 def _dedup_after(cfg: MoEConfig, world_size: int) -> int:
     """Geometry's `dedup_after`: chunks that hold a rank's share of the rows with which all
-    processors of a GPU begin, since these would wait for copies. Not of this rank's processors: a
-    peer may have more or fewer, and must know of the same chunks.
+    processors of a GPU begin, since these would wait for copies. It does not count this rank's own
+    processors: a peer may have more or fewer, and must use the same number of chunks.
     """
     tiles = HOPPER_BLOCKS / -(-cfg.intermediate // _product0_columns(cfg))
     return math.ceil(tiles * _TILE_ROWS / (world_size * CHUNK_ROWS))
@@ -344,7 +344,7 @@ def _dedup_after(cfg: MoEConfig, world_size: int) -> int:
 
 def _dispatch_tokens(cfg: MoEConfig, pairs: int) -> int:
     """Geometry's `dispatch_tokens`: as many as a warp has lanes for, unless their rows are so long
-    that the first tiles would wait for the last ones'. `pairs`: of a token.
+    that the first tiles would wait for the last tokens' rows. `pairs`: of a token.
     """
     if cfg.apply_router_weight_on_input or cfg.activation_format is not None:
         return 0  # such rows are loaded before what is sent of them is made
@@ -353,12 +353,12 @@ def _dispatch_tokens(cfg: MoEConfig, pairs: int) -> int:
 
 
 def _route_slices(cfg: MoEConfig) -> int:
-    """Slices of a block's Route: of a bank's depth, over which a logit's products are added up
-    apart, for each bank. So many parts may share a block, where a call leaves processors without
-    one, since one alone takes long to read a router.
+    """Parts into which the Route of a block of tokens may be cut, so that idle processors share it:
+    one processor takes long to read a router. Each bank's depth is cut into slices, and a part adds
+    up the logits' products over one slice.
 
-    Until they are added up, the sums of a token lie in its row of the output, which they must fit;
-    or, where one slice of each bank does not, in memory of `_kept_bytes`.
+    Until they are added up, a token's partial logits lie in its row of the output, which they must
+    fit; or, where one slice of each bank does not, in memory of `_kept_bytes`.
     """
     columns = route_columns(cfg)
     boxes = 1 if columns > 128 else 2  # kRouteDepth
@@ -366,13 +366,13 @@ def _route_slices(cfg: MoEConfig) -> int:
     steps = -(-cfg.hidden // depth)
     by_room = cfg.hidden * cfg.dtype.itemsize // _sums_bytes(cfg)
     slices = max(1, min(_MOST_SLICES, steps // _LEAST_STEPS, by_room))
-    # Each but the last has as many steps, and it has some.
+    # All slices but the last have equally many steps, and the last has some.
     return -(-steps // -(-steps // slices)) * route_banks(cfg)
 
 
 def _sums_bytes(cfg: MoEConfig) -> int:
-    """Of a token's logits, that a slice of each bank keeps."""
-    kept = _GROUPS if cfg.router_dtype is None else 1  # of a logit in a slice
+    """Bytes of a token's partial logits that a slice of each bank keeps."""
+    kept = _GROUPS if cfg.router_dtype is None else 1  # partial sums of a logit in a slice
     return kept * route_banks(cfg) * route_columns(cfg) * 4
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kernel's machine code, a cubin, is asked for, and the one thing that is changed in it.
+"""Reads a kernel's machine code, a cubin, and makes the one change in it.
 
-A cubin is an ELF file. Knows neither layers nor the compiler's options.
+A cubin is an ELF file. Must not depend on layers, nor on the compiler's options.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HANDLE, ADDRESS = 35, 2
 of an address."""
 
 _INFO = struct.Struct("<2I")  # r_info of a relocation (Elf64_Rela): kind, symbol
-_INFO_AT = 8  # behind r_offset
+_INFO_AT = 8  # after r_offset
 
 
 def instruction_bytes(cubin: bytes, kernel: str) -> int:
@@ -31,13 +31,13 @@ def instruction_bytes(cubin: bytes, kernel: str) -> int:
 
 
 def with_address(cubin: bytes, teller: str, kernel: str) -> bytes:
-    """The same code, but that `teller` finds where the instructions of `kernel` begin.
+    """`cubin`, changed so that `teller` finds where the instructions of `kernel` begin.
 
-    `teller` is a kernel that asks for its own address. In PTX that of a kernel is a handle, for
-    launches from the device, so ptxas has it read a word which the loader fills in for a relocation
-    of that kind, with 0 where there are no such launches. Here it becomes one of the other kind,
-    such as tells debuggers where functions lie, and of the other kernel. That one cannot ask for
-    itself: ptxas gives a kernel that somebody asks for more registers and a tenth more code.
+    `teller` is a kernel that asks for its own address. In PTX a kernel's address is a handle, for
+    launches from the device, so ptxas has `teller` read a word which the loader fills in for a
+    relocation of that kind, with 0 where there are no such launches. Here the relocation becomes
+    one of the kind that tells debuggers where functions lie, and names `kernel`. `kernel` does not
+    ask itself: ptxas gives a kernel whose address is read more registers and a tenth more code.
 
     Code in which there is no such relocation stays as it is; there `teller` finds 0.
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one Mixture-of-Experts layer is: its sizes, activation, routing and limits.
+"""The config of one Mixture-of-Experts layer: its sizes, activation, routing and limits.
 
 A `MoEConfig` is checked once, when it is made; every other module may rely on what it says.
-This file knows nothing of ranks, heaps or engines.
+Must not depend on ranks, heaps or engines.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class MoEConfig:
         top_groups: only experts of a token's best `top_groups` groups can be chosen.
         group_score: a group's score is "top2_sum", the sum of its two best selection scores or its
             only one (DeepSeek-V3), or "max", its best one (DeepSeek-V2, arXiv:2405.04434). No
-            tensor of a checkpoint tells which: it is the config's to say.
-        swiglu_limit: of a gated activation, clamps the gate from above and up on both sides:
+            tensor of a checkpoint shows which: the config must say it.
+        swiglu_limit: clamps the gate from above and up on both sides, with a gated activation:
             silu(min(gate, limit)) * clamp(up, -limit, limit). None: 7 with "swigluoai", and no
             limit with others; read `resolved_swiglu_limit`.
         swiglu_clamp: the gate is clamped "before" its curve (DeepSeek-V4, GLM-5, gpt-oss,
@@ -117,28 +117,28 @@ class MoEConfig:
             expert's weight after all other rules (Gemma-4).
         apply_router_weight_on_input: a token's weight multiplies x, and the result is not weighed
             (Llama-4); top_k is 1. Set `renormalize=False` with it, or every weight is 1.
-        zero_experts: so many experts behind the E real ones return x itself, times their weight
+        zero_experts: this many experts after the E real ones return x itself, times their weight
             (LongCat-Flash). They have ids from E on, and are chosen as all others are: the router's
             tensors then have E + zero_experts rows; read `router_rows`.
-        shared_experts: n, MLPs that every token passes beside its k experts (DeepSeek-V3). Their
-            sum is added to the output, and no router weighs them. They have the activation of the
-            routed experts, and no biases. All ranks hold all of them.
+        shared_experts: n, MLPs that every token passes in addition to its k experts (DeepSeek-V3).
+            Their sum is added to the output, and no router weighs them. They have the activation of
+            the routed experts, and no biases. All ranks hold all of them.
         shared_intermediate: Is, elements between the two matrices of a shared expert; a positive
             multiple of 8 where there are shared experts, else 0.
         shared_gate: the sum of the shared experts is multiplied by the sigmoid of x . shared_gate
             (Qwen2-MoE).
-        weight_format: how the routed experts' w1 and w2 are held: None, in `dtype`; or as codes
-            with scales beside them. "fp8_block128", "fp8_channel" and "fp8_tensor" are e4m3 with an
+        weight_format: how the routed experts' w1 and w2 are held: None, in `dtype`; or quantized,
+            as codes and scales. "fp8_block128", "fp8_channel" and "fp8_tensor" are e4m3 with an
             fp32 scale for 128 x 128 weights, for a row or for a matrix; H and I are multiples of
             16. "mxfp4" is e2m1 with an e8m0 scale for 32 weights of a row, "nvfp4" e2m1 with an
             e4m3 scale for 16 and an fp32 one for a matrix, "int4_group32" integers with a bfloat16
             scale for 32; H and I are multiples of 32. Tokens, biases and the router are as without
             it, and shared experts unless `shared_weight_format` says otherwise.
-        activation_format: how experts get their tokens. None: in `dtype`. "fp8_group128": as e4m3
-            codes with an fp32 scale for 128 elements, and what lies between their two products with
-            one for 64. Products are then of FP8 by FP8, weights of 4 bits being e4m3 codes exactly,
-            and their sums fp32. It needs a `weight_format`, H a multiple of 128 and I of 64. The
-            router, shared and zero experts read x as it is.
+        activation_format: how experts get their tokens. None: in `dtype`. "fp8_group128": quantized
+            to e4m3 codes with an fp32 scale for 128 elements; rows between GEMM0 and GEMM1 have one
+            for 64. Both GEMMs then multiply FP8 by FP8 and sum in fp32: W8A8, or W4A8 with weights
+            of 4 bits, which are e4m3 codes exactly. It needs a `weight_format`, H a multiple of 128
+            and I of 64. The router, shared and zero experts read x as it is.
         rounding: how each expert's tokens of a call become a whole number of tiles, in training
             mode: "NR-f", "SR-f", "NR-s", "Balance-f", "UP" or "DOWN", as
             `moeos.training.round_tokens` has them. None: they do not. Each rank rounds its own
@@ -148,14 +148,14 @@ class MoEConfig:
         rounding_tile: tokens of a tile.
         shared_weight_format: how the shared experts' shared_w1 and shared_w2 are held: None, in
             `dtype`; or as `weight_format`, which it then is. Is is such a multiple as H and I. They
-            are multiplied as numbers of `dtype`, also with an `activation_format`.
+            are dequantized to `dtype` and multiplied, also with an `activation_format`.
         save: what a call that has a gradient keeps of the routed experts for its backward.
-            "nothing": the first product is computed again. "preactivation": x w1^T + b1 of the
-            rows that this rank's experts have got, in a tensor that autograd saves.
-        saved_rows: with `save="preactivation"` the most rows that a call keeps on a rank, an equal
-            share of each source's; of a call in pieces, each piece. None: 1.25 times the rows that
-            the rank gets where routing is even and all ranks pass as many tokens. What comes beyond
-            is computed again.
+            "nothing": GEMM0 is computed again. "preactivation": x w1^T + b1 of the rows that this
+            rank's experts have got, in a tensor that autograd saves.
+        saved_rows: with `save="preactivation"` the most rows that a call keeps on a rank, with an
+            equal share for each source; in a call in pieces, those of each piece. None: 1.25 times
+            the rows that the rank gets where routing is even and all ranks pass equally many
+            tokens. GEMM0 is computed again for rows beyond these.
         gate_up: how the caller's tensors hold the gate and up rows of a gated activation, in a call
             of `moeos.Experts`; I gate rows and I up rows of each expert. "concatenated": w1 has all
             gate rows, then all up rows. "interleaved": w1 has gate row 0, up row 0, gate row 1 and
@@ -165,13 +165,12 @@ class MoEConfig:
             "concatenated" alone.
         transposed: the caller's matrices have a row for each input: w1 is [X, H, 2I], with
             `gate_up` "separate" w1 and w3 are [X, H, I], and w2 is [X, I, H] (gpt-oss, Llama 4,
-            Aria). Not with a `weight_format`, whose codes lie along
-            inputs, nor in a `MoELayer`.
+            Aria). Not with a `weight_format`, whose codes lie along inputs, nor in a `MoELayer`.
         result_format: how a token's results return from its experts, to be weighed and added up in
-            fp32. None: in `dtype`. "fp8_group128": as e4m3 codes with an fp32 scale for 128
-            elements, in about half the bytes; it needs an `activation_format`. A rank's own results
-            do so, too: outputs are the same for any number of ranks. Those of shared and zero
-            experts are not sent, and stay as they are.
+            fp32. None: in `dtype`. "fp8_group128": quantized to e4m3 codes with an fp32 scale for
+            128 elements, in about half the bytes; it needs an `activation_format`. A rank quantizes
+            its own results, too: outputs are the same for any number of ranks. Results of shared
+            and zero experts are not sent, and stay as they are.
 
     Raises:
         TypeError: an argument has the wrong type (a bool is not an int).
@@ -273,7 +272,7 @@ class MoEConfig:
         return 2 if self.gated else 1
 
     def in_numbers(self) -> MoEConfig:
-        """The same layer without formats: weights, tokens and results are in `dtype`."""
+        """This layer without formats: weights, tokens and results are in `dtype`."""
         fields = ("weight_format", "activation_format", "shared_weight_format", "result_format")
         numbers: dict[str, Any] = dict.fromkeys(fields)
         return dataclasses.replace(self, **numbers)
@@ -300,7 +299,7 @@ class MoEConfig:
 
     @property
     def gate_dtype(self) -> torch.dtype:
-        """Of the router's weight: `router_dtype`, or `dtype` where there is none."""
+        """The dtype of the router's weight: `router_dtype`, or `dtype` if that is None."""
         return self.dtype if self.router_dtype is None else self.router_dtype
 
     @property
@@ -361,7 +360,7 @@ class MoEConfig:
     def experts_of(self, rank: int, world_size: int) -> range:
         """The experts that `rank` holds, by the rule of `torch.chunk` and of DTensor's `Shard(0)`.
 
-        The first ranks hold X each, the next one what is left. The ranks behind it hold none.
+        The first ranks hold X each, the next one what is left. The ranks after it hold none.
 
         Raises:
             ValueError: `world_size` is below 1, or `rank` is not 0 to `world_size` - 1.
@@ -400,10 +399,10 @@ class MoEConfig:
     ) -> MoEConfig:
         """The config of a Mixture-of-Experts layer of a Hugging Face model.
 
-        docs/checkpoints.md lists the families that are understood, and what of them is not. Shared
-        experts are part of the layer where the table says so: as one MLP, as checkpoints have them.
-        For a quantised model `weight_format` is what it ships the layer's experts in, None where it
-        leaves them out. `shared_weight_format` is the same, unless it leaves shared experts out.
+        docs/checkpoints.md lists the families that are supported, and their limits. Shared experts
+        are part of the layer where the table says so: as one MLP, as checkpoints have them. For a
+        quantized model `weight_format` is the format in which it ships the layer's experts, None if
+        it does not quantize them. `shared_weight_format` equals it, or None likewise.
 
         Args:
             config: a transformers config, or the dict that a config.json holds; also that of a
@@ -412,9 +411,9 @@ class MoEConfig:
                 predict further tokens follow the model's own. None: any that has; then no list of
                 one number a layer can be read, and all layers must be in one format.
             shared: False: the layer has no shared experts, as the caller adds them.
-            dequantize: True: `weight_format` is None, so that what a model ships in a format of its
-                own becomes numbers in `dtype` when it is read.
-            changes: fields that are to be otherwise, such as `max_tokens` and `dtype`.
+            dequantize: True: `weight_format` is None, so that quantized weights of a model are
+                dequantized to `dtype` when they are read.
+            changes: fields to replace, such as `max_tokens` and `dtype`.
 
         Raises:
             TypeError: an argument has the wrong type, or a field of `changes` is none of a config.
@@ -461,7 +460,7 @@ class MoEConfig:
 
     @classmethod
     def from_table(cls, values: Mapping[str, Any], others: Iterable[str] = ()) -> MoEConfig:
-        """The config of a TOML table that has been read; `others` are keys that stand beside it.
+        """The config of a TOML table that has been read; `others` are keys next to it in the file.
 
         Raises `ValueError` and `TypeError` as `from_toml` does, without a file's name.
         """

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The formats in which a layer holds its experts' weights: codes of 8 or 4 bits, and scales. And
-the one in which it sends tokens, multiplies them and returns results.
+"""Quantization: the formats of experts' weights, with codes of 8 or 4 bits and scales; and the
+format in which a layer sends tokens, multiplies them and returns results.
 
-A number is its code times its scale, or scales. One table says what the tensors of weights are
-like; the two functions behind it turn numbers into them and back. Two more do so for rows of
-tokens. kernels/element_formats.hpp has the same for the kernels. This file knows matrices and rows,
-and nothing of layers, ranks or checkpoints.
+A number is its code times its scale, or scales. One table describes the tensors of weights; the two
+functions after it quantize and dequantize them. Two more do so for rows of tokens.
+kernels/element_formats.hpp does this for the kernels. Must not depend on layers, ranks or
+checkpoints: this file knows matrices and rows.
 """
 
 from __future__ import annotations
@@ -22,36 +22,35 @@ WeightFormat = Literal[
     "fp8_block128", "fp8_channel", "fp8_tensor", "mxfp4", "nvfp4", "int4_group32"
 ]
 NAMES: tuple[str, ...] = get_args(WeightFormat)
-"""Of all formats; the kernels number them in this order, from 1 on."""
+"""The weight formats; the kernels number them in this order, from 1 on."""
 ActivationFormat = Literal["fp8_group128"]
 ACTIVATION_NAMES: tuple[str, ...] = get_args(ActivationFormat)
-"""Of those of tokens; numbered likewise."""
+"""The formats of tokens, numbered likewise."""
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The magnitudes of the 4-bit floats, by their lower 3 bits; the fourth is the sign."""
 EXPONENT_BIAS = 127
-"""Of the bytes that are exponents (E8M0)."""
+"""The bias of an E8M0 exponent, which is a byte."""
 INT4_ZERO = 8
-"""What is added to a 4-bit integer to store it."""
+"""The offset that is added to a 4-bit integer to store it."""
 BLOCK = 128
 """Rows and columns of a block of FP8 that share a scale."""
 MX_GROUP, NV_GROUP, INT4_GROUP = 32, 16, 32
 """Columns of a row that share a scale."""
 
 TOKEN_GROUP, HIDDEN_GROUP, RESULT_GROUP = 128, 64, 128
-"""Elements of a token, of a row between the two products, and of a result, that share a scale. Of
-the second fewer: a part of a gated first product makes 64 of them, and must know its groups alone.
-"""
+"""Elements that share a scale: of a token, of a row between GEMM0 and GEMM1, and of a result. The
+second is smaller: one part of a gated GEMM0 makes 64 elements, and scales them by itself."""
 
 _E4M3_MOST = 448.0
 _LEAST_DIVISOR = 2.0**-100
-"""What the largest magnitude of a group of a row counts for at least. So neither scales nor their
-inverses are subnormal or infinite."""
+"""The least value for the largest magnitude of a row's group. So neither scales nor their inverses
+are subnormal or infinite."""
 _E2M1_MOST, _E2M1_EXPONENT = 6.0, 2
 _INT4_MOST = 7.0
 _NAN_EXPONENT = 255
 _E2M1_TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-"""In the middle between two magnitudes."""
+"""The midpoints between two magnitudes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Format:
         code_bits: of one of them.
         scale_dtype: of the scales.
         rows, columns: of a matrix that share a scale; None: all of them.
-        scale_2: each matrix has an fp32 scale besides.
+        scale_2: each matrix has an fp32 scale in addition.
         multiple: rows and columns of a matrix are multiples of it.
     """
 
@@ -78,11 +77,11 @@ class Format:
     multiple: int
 
     def code_shape(self, rows: int, columns: int) -> tuple[int, int]:
-        """Of the codes of so many rows."""
+        """The shape of a code tensor with `rows` rows."""
         return rows, columns * self.code_bits // 8
 
     def scale_shape(self, halves: int, rows: int, columns: int) -> tuple[int, ...]:
-        """Of the scales of `halves` matrices, one below the other, of so many rows each."""
+        """The shape of the scales of `halves` stacked matrices with `rows` rows each."""
         down = halves * (1 if self.rows is None else -(-rows // self.rows))
         return (down,) if self.columns is None else (down, -(-columns // self.columns))
 
@@ -106,15 +105,15 @@ FORMATS = {
         _of_4_bits("int4_group32", torch.bfloat16, INT4_GROUP),
     )
 }
-"""By name."""
+"""The formats by name."""
 
 
 def quantize_matrix(weight: Tensor, name: str, halves: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """Codes, scales and, where the format has them, the scales of whole matrices.
 
     The largest magnitude that shares a scale becomes the largest of the code, or, with mxfp4, the
-    next power of two below that does (OCP Microscaling Formats 1.0). What lies between two codes
-    becomes the nearer one, and the even one of two that are as near.
+    next power of two below that does (OCP Microscaling Formats 1.0). A number between two codes
+    becomes the nearer one, and the even one of two that are equally near.
 
     Args:
         weight: [..., R, C] of any floating dtype: `halves` matrices, one below the other.
@@ -170,9 +169,9 @@ def dequantize(
 def quantize_rows(values: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Codes [..., n] in e4m3 and scales [..., n / group] in fp32 of rows [..., n].
 
-    The largest magnitude of a group becomes 448, the largest code. What lies between two codes
-    becomes the nearer one, and the even one of two that are as near. Each step is one of fp32, so
-    that all machines make the same codes of the same numbers. A NaN stays one, and does not count
+    The largest magnitude of a group becomes 448, the largest code. A number between two codes
+    becomes the nearer one, and the even one of two that are equally near. Each step is one of fp32,
+    so that all machines make equal codes from equal numbers. A NaN stays one, and does not count
     for the largest magnitude. An infinity makes its whole group NaN.
 
     Args:
@@ -214,7 +213,7 @@ def exponent_value(exponents: Tensor) -> Tensor:
 
 
 def _largest(every: Tensor, row: Format) -> Tensor:
-    """The largest magnitudes [..., halves, grid rows, grid columns] of what shares a scale."""
+    """The largest magnitudes [..., halves, grid rows, grid columns] among those with one scale."""
     rows, columns = every.shape[-2:]
     down, across = row.rows or rows, row.columns or columns
     padded = functional.pad(every.abs(), (0, -columns % across, 0, -rows % down))
@@ -233,7 +232,7 @@ def _spread(grid: Tensor, shape: torch.Size, row: Format) -> Tensor:
 
 
 def _or_one(scale: Tensor) -> Tensor:
-    """Scales without zeros, which nothing can be divided by."""
+    """Scales with 1 in place of zeros, by which nothing can be divided."""
     return scale.masked_fill(scale == 0, 1.0)
 
 
@@ -260,7 +259,7 @@ def _codes(numbers: Tensor, row: Format) -> Tensor:
 
 
 def _numbers(codes: Tensor, row: Format) -> Tensor:
-    """What codes stand for without their scales, in float32."""
+    """The numbers that codes mean without their scales, in float32."""
     if row.code_bits == 8:
         return codes.float()
     if row.name == "int4_group32":

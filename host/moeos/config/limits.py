@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What fields of a config may hold, for all that reads or makes one."""
+"""The values that fields of a config may hold, for code that reads or makes one."""
 
 from __future__ import annotations
 

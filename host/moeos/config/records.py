@@ -2,7 +2,7 @@
 """Records of the device OS, as numpy reads and writes them: runtime/memory/records.def has their
 fields.
 
-It knows nothing of where they lie.
+Must not depend on where they lie.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layer in float64 and plain PyTorch: what moeos computes, written to be read.
 
-Everything that runs a Mixture-of-Experts layer is checked against this file, so it shares no code
-with any engine and knows nothing of ranks: it sees the tokens of one rank and the weights of all
-experts. It runs on the device of its arguments, and can be differentiated where no activation
-format rounds.
+Everything that runs a Mixture-of-Experts layer is checked against this file, so it must not depend
+on engines or ranks: it sees the tokens of one rank and the weights of all experts. It runs on the
+device of its arguments, and can be differentiated where no activation format rounds.
 
 Letters: S tokens, k experts of a token, H hidden, I intermediate, E experts in all. A *pair* is
 one (token, j) with j < k.
@@ -32,15 +31,15 @@ from moeos.config.element_formats import (
 )
 
 _FP32_ROUTER_ERROR = 0.5e-6
-"""Of the largest logit or score of a token: what those of an fp32 router err at most."""
+"""The largest error of an fp32 router's logit or score, relative to a token's largest one."""
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 2e-3}
 """The largest relative error of a correct layer whose rows are numbers, by its dtype."""
 _CODED_TOLERANCE = 1e-2
-"""The same where rows are codes: a number beside a tie between two codes may become either, by the
-rounding of fp32. Of float32 layers the error is 1e-3 then, and else 1e-6."""
+"""The tolerance where rows are quantized: a number near a tie between two codes may become either,
+by the rounding of fp32. The error of float32 layers is 1e-3 then, and 1e-6 otherwise."""
 _CODED_RESULT_TOLERANCE = 3e-2
-"""The same where results are codes, too. They are coded of numbers that err by up to
+"""The tolerance where results are quantized, too. The numbers that become codes err by up to
 `_CODED_TOLERANCE`, and codes are 9 % of a number apart. So one in ten may become its neighbour."""
 
 
@@ -74,12 +73,12 @@ def route(
     """Choose and weigh the experts of each token.
 
     The scores are the softmax, the sigmoid or the root of the softplus of the logits
-    x · gate_weightᵀ + router_bias. Experts are chosen by
-    their selection score, which is score + selection_bias: the best k, of the best `top_groups`
-    groups only if there are groups (DeepSeek-V3, arXiv:2412.19437, section 2.1.2); of equal ones
-    the lower expert, or group, wins. A group's score is that of its best expert or, with
-    `group_score="top2_sum"`, the sum of its two best. Scores that are equal only because float64
-    rounds them, as sigmoids beside 1 are, are compared as they were before. The experts' weights
+    x · gate_weightᵀ + router_bias. Experts are chosen by their selection score, which is score +
+    selection_bias: the best k, from the best `top_groups` groups only if there are groups
+    (DeepSeek-V3, arXiv:2412.19437, section 2.1.2); the lower of equal experts, or groups, wins. A
+    group's score is that of its best expert or, with `group_score="top2_sum"`, the sum of its two
+    best. Scores that are equal only because float64 rounds them, as sigmoids near 1 are, are
+    compared as they were before. The experts' weights
     are the scores without the bias, divided by their sum if `renormalize` is set (FlashDMoE, eq.
     5.1 and 5.2), times `routed_scaling` and the expert's scale. Zero experts are chosen and weighed
     as all others are.
@@ -167,9 +166,9 @@ def margin_in_errors(
     a quarter of it, sqrtsoftplus by a third), and have an error of their own. What a margin must
     exceed:
 
-    * Of an fp32 router: 1e-6 of the token's largest logit, in magnitude; and, where scores decide,
-      1e-6 of its largest selection score besides.
-    * Of others: twice the error of logits that are summed as tensor cores do it, 16 products at a
+    * With an fp32 router: 1e-6 of the token's largest logit, in magnitude; and, where scores
+      decide, 1e-6 of its largest selection score in addition.
+    * Otherwise: twice the error of logits that are summed as tensor cores do it, 16 products at a
       time into an fp32 sum that is truncated: an addition loses at most 2^-23 of the sum, which
       stays within 4 standard deviations of a sum of such products with random signs. Scores err by
       at most 2^-20 of the token's largest, or of 1, themselves.
@@ -234,9 +233,9 @@ def moe(
     weight · x[i]. Shared experts n add the sum over them of shared_w2[n] · activation(shared_w1[n]
     · x[i]), times the sigmoid of x[i] · shared_gate where there is one, whatever the routing.
 
-    With `activation_format` x, and what lies between the two products of an expert, are what their
-    codes and scales stand for, by `moeos.config.element_formats.quantize_rows` in fp32. The router,
-    shared and zero experts read x as it is. With `result_format` an expert's result is so, too,
+    With `activation_format` x, and the rows between GEMM0 and GEMM1, are quantized by
+    `moeos.config.element_formats.quantize_rows` in fp32, and dequantized. The router, shared and
+    zero experts read x as it is. With `result_format` an expert's result is quantized likewise
     before it is weighed.
 
     Args:
@@ -390,7 +389,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def activate(rows: Tensor, cfg: MoEConfig) -> Tensor:
-    """[n, w1_rows] -> [n, I], in the dtype of `rows`: what lies between the GEMMs of an expert."""
+    """[n, w1_rows] -> [n, I], in the dtype of `rows`: the rows between GEMM0 and GEMM1."""
     curve, limit = _CURVES[cfg.formula.curve], cfg.resolved_swiglu_limit
     alpha = cfg.resolved_swiglu_alpha
     if not cfg.gated:
@@ -406,7 +405,7 @@ def activate(rows: Tensor, cfg: MoEConfig) -> Tensor:
 
 
 def _as_sent(rows: Tensor, form: ActivationFormat | None, group: int) -> Tensor:
-    """What the codes and scales of rows [n, columns] stand for; the rows, where there are none."""
+    """Rows [n, columns], quantized and dequantized; the rows themselves without a format."""
     if form is None:
         return rows
     return dequantize_rows(*quantize_rows(rows, group))
@@ -466,11 +465,11 @@ class _Keys(NamedTuple):
         return _Keys(function(self.high), *others)
 
     def at(self, indices: Tensor) -> _Keys:
-        """Those at `indices` along the last dimension."""
+        """The numbers at `indices` along the last dimension."""
         return self.map(lambda part: part.gather(-1, indices))
 
     def order(self) -> Tensor:
-        """Indices along the last dimension, the highest number first, of equal ones the lower."""
+        """Indices along the last dimension, the highest number first; equal numbers by index."""
         indices = torch.arange(self.high.shape[-1], device=self.high.device).expand_as(self.high)
         for part in reversed(self):  # stable sorts: what is sorted by last matters most
             if part is not None:
@@ -495,20 +494,20 @@ def _exact_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _selection(logits: Tensor, cfg: MoEConfig, selection_bias: Tensor | None) -> _Keys:
-    """Selection scores [S, E], of which logits that differ make different ones.
+    """Selection scores [S, E], which differ wherever logits do.
 
-    What is left to 1 tells scores beside 1 apart. Scores too small for float64 are zero; their
-    logits tell them apart, and from nothing.
+    Scores near 1 are distinguished by their distance to 1. Scores too small for float64 are zero;
+    their logits distinguish them from each other and from true zeros.
     """
     if cfg.scoring == "sqrtsoftplus":
-        high = _sqrtsoftplus(logits)  # a root rounds less than it is given, and logits tell apart
+        high = _sqrtsoftplus(logits)  # a root rounds less than its argument; logits break ties
         low = torch.zeros_like(high)
         if selection_bias is not None:
             high, low = _exact_sum(high, selection_bias.detach().double())
         return _Keys(high, low, logits)
     if cfg.scoring == "sigmoid":
         near_one = logits > 0
-        smaller = (-logits.abs()).sigmoid()  # of score and 1 - score
+        smaller = (-logits.abs()).sigmoid()  # the smaller of score and 1 - score
     else:
         scores = logits.softmax(dim=1)
         near_one = scores > 0.5  # one of a token at most
@@ -544,7 +543,7 @@ def _choose(by: _Keys, margins_of: _Keys, cfg: MoEConfig) -> tuple[Tensor, Tenso
     )
     is_open = open_groups.scatter(1, groups, True).repeat_interleave(size, dim=1)
     order = by.order()
-    # Of equals, and of all that are not open, the order stays.
+    # The sort is stable: equal experts, and experts of groups that are not open, keep their order.
     candidates = is_open.gather(1, order).sort(dim=1, descending=True, stable=True).indices
     order = order.gather(1, candidates)[:, : cfg.top_groups * size]
     margin = _gap_after(order, margins_of, cfg.top_k)
@@ -553,7 +552,7 @@ def _choose(by: _Keys, margins_of: _Keys, cfg: MoEConfig) -> tuple[Tensor, Tenso
 
 def _scores_of_groups(experts: _Keys, size: int, counted: int) -> _Keys:
     """[S, E] -> [S, groups]: the sum of each group's `counted` best; a group's score moves by as
-    much as so many of its experts'.
+    much as that many of its experts' scores.
     """
     groups = experts.map(lambda part: part.unflatten(1, (-1, size)))
     best = groups.order()

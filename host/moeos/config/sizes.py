@@ -2,7 +2,7 @@
 """The sizes of a layer as the runtime derives them, for whichever machine computes it.
 
 The only file that hands a config to `_runtime.Sizes`: runtime/words/geometry.def and
-kernels/shape.def have its fields. It knows nothing of engines or compilers; these say how they cut
+kernels/shape.def have its fields. Must not depend on engines or compilers; these say how they cut
 their work.
 """
 
@@ -27,19 +27,19 @@ from moeos.config.element_formats import (
     TOKEN_GROUP,
 )
 
-NARROW_ROWS = 64  # of an expert whose tile is narrow on a GPU, at most
+NARROW_ROWS = 64  # the most rows of an expert whose tile is narrow on a GPU
 CHUNK_ROWS = 32
-"""Of every machine: rows of one transfer and of one arrival flag."""
+"""Rows of one transfer and of one arrival flag, on every machine."""
 MAX_RANKS = 2**16 - 1
-"""Of a world: the runtime numbers a row's source in 16 bits."""
-_MOST_BYTES = 2**32 - 1  # of a row: the runtime counts them in 32 bits
+"""The most ranks of a world: the runtime numbers a row's source in 16 bits."""
+_MOST_BYTES = 2**32 - 1  # the most bytes of a row: the runtime counts them in 32 bits
 _RESULT_ALIGNMENT = 128  # a cache line, as coded_result_bytes of kernels/element_formats.hpp
-_BETWEEN_SHARES = 2  # of even routing, that have places between the GEMMs
-_RING_SHARES = 2  # of even routing, that have places in a cell
-_RING_TILES = 4  # at least so many
+_BETWEEN_SHARES = 2  # times the rows of even routing have places between the GEMMs
+_RING_SHARES = 2  # times the rows of even routing have places in a cell
+_RING_TILES = 4  # the fewest tiles that have places in a cell
 LARGE_EXPERT = 20 << 20
 """An expert whose two matrices have more bytes is a large one: a GPU's L2 cache of 50 MiB does not
-hold the weights of two beside each other. (A gated one's are half as many more.)"""
+hold the weights of two at once. (A gated expert has half as many more.)"""
 
 
 def routed_alone(cfg: MoEConfig) -> MoEConfig:
@@ -133,38 +133,38 @@ def layer_sizes(
 
 
 def sent_bytes(cfg: MoEConfig) -> int:
-    """Of a token as it is sent."""
+    """Bytes of a token as it is sent."""
     return sent_row_bytes(cfg.hidden, cfg.dtype, cfg.activation_format)
 
 
 def sent_row_bytes(hidden: int, dtype: torch.dtype, activation_format: str | None) -> int:
-    """The same of what a config has under these names; a trace knows no more."""
+    """`sent_bytes` from the config's fields alone, for a trace, which has no more."""
     if activation_format is None:
         return hidden * dtype.itemsize
     return _coded_bytes(hidden, TOKEN_GROUP)
 
 
 def returned_bytes(cfg: MoEConfig) -> int:
-    """Of a result of a token as it returns."""
+    """Bytes of one result of a token as it returns."""
     if cfg.result_format is None:
         return cfg.hidden * cfg.dtype.itemsize
     return _coded_bytes(cfg.hidden, RESULT_GROUP, _RESULT_ALIGNMENT)
 
 
 def _between_bytes(cfg: MoEConfig) -> int:
-    """Of a row between the two products."""
+    """Bytes of a row between GEMM0 and GEMM1."""
     if cfg.activation_format is None:
         return cfg.intermediate * cfg.dtype.itemsize
     return _coded_bytes(cfg.intermediate, HIDDEN_GROUP)
 
 
 def _coded_bytes(values: int, group: int, multiple: int = 16) -> int:
-    """As coded_row_bytes of kernels/element_formats.hpp."""
+    """coded_row_bytes of kernels/element_formats.hpp."""
     return -(-(values + values // group * 4) // multiple) * multiple
 
 
 def _bits_of_a_weight(cfg: MoEConfig) -> int:
-    """Scales aside."""
+    """Bits of a weight, without scales."""
     if cfg.weight_format is None:
         return 8 * cfg.dtype.itemsize
     return FORMATS[cfg.weight_format].code_bits
@@ -194,8 +194,8 @@ def parts(cfg: MoEConfig, product0_columns: int, product1_columns: int) -> tuple
 def shared_cut(cfg: MoEConfig, wide: int, narrow: int | None = None) -> dict[str, int]:
     """Fields of runtime/words/geometry.def that shared experts have: none where there are none.
 
-    `wide`, `narrow`: columns of the first product's results in an N-tile of either kind. The last
-    N-tile is that of their gate.
+    `wide`, `narrow`: columns of GEMM0's results in an N-tile of either kind. The last N-tile is
+    that of their gate.
     """
     if cfg.shared_experts == 0:
         return {}
@@ -243,13 +243,13 @@ def _layer_shape(cfg: MoEConfig) -> dict[str, object]:
 
 
 def _number_of(names: Sequence[str], name: str | None) -> int:
-    """As the kernels have it: 0 of none, and 1 of the first."""
+    """The kernels' number: 0 for none, and 1 for the first."""
     return 0 if name is None else 1 + names.index(name)
 
 
 def _between_rows(cfg: MoEConfig, world_size: int, local: int, tile_rows: int) -> int:
-    """Geometry's `between_rows`: places for twice the rows of even routing, and for what tiles pad.
-    A call that is more uneven uses places in turn. None where no call can be, as of two ranks.
+    """Geometry's `between_rows`: places for twice the rows of even routing, and for tiles' padding.
+    A more uneven call reuses places. None where no call can be more uneven, as with two ranks.
     """
     pairs = world_size * cfg.max_tokens
     rows = _BETWEEN_SHARES * -(-pairs * cfg.slots * local // max(cfg.experts, local))
@@ -258,7 +258,7 @@ def _between_rows(cfg: MoEConfig, world_size: int, local: int, tile_rows: int) -
 
 def _ring_rows(cfg: MoEConfig, world_size: int, local: int, tile_rows: int) -> int:
     """Geometry's `ring_rows`: places for twice the rows that even routing has for a rank, but for
-    some tiles at least. A source with more uses places again. None where none can have more.
+    some tiles at least. A source with more rows reuses places. None where none can have more.
     """
     even = -(-cfg.max_tokens * cfg.slots * local // max(cfg.experts, local))
     rows = max(_RING_SHARES * even, _RING_TILES * tile_rows)
@@ -266,8 +266,8 @@ def _ring_rows(cfg: MoEConfig, world_size: int, local: int, tile_rows: int) -> i
 
 
 def _once(cfg: MoEConfig, world_size: int, local: int, cut: Mapping[str, int]) -> dict[str, int]:
-    """Which calls take a token to a peer once: none, unless a rank can have several experts of a
-    token, and a call `dedup_rows` rows for it."""
+    """Fields by which calls send a token to a peer once: none, unless a rank can have several
+    experts of a token. A call does so if it has `dedup_rows` rows for the peer."""
     rows_of_token = min(cfg.slots, local)
     most = cfg.max_tokens * rows_of_token
     can = world_size > 1 and rows_of_token > 1 and 0 < cut["dedup_rows"] <= most

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer asks of the machine that it runs on. May not know: modules, checkpoints,
-launchers.
-"""
+"""What a layer asks of the machine that it runs on.
+
+Must not depend on modules, checkpoints or launchers."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class CallTensors(NamedTuple):
 
 
 class GradientTensors(NamedTuple):
-    """One call of gradients: addresses are taken from these, so all of them are contiguous.
+    """The tensors of one call of gradients: their addresses are used, so all are contiguous.
 
     x [rows, H] and d_out, the gradient of the output, in the layer's dtype; topk_ids int32
     [rows, k] and topk_weights fp32 [rows, k], as the forward call had them (-1 is an unused slot);
@@ -110,8 +110,8 @@ class GradientTensors(NamedTuple):
 
 class Recording(NamedTuple):
     """What backward needs of a forward call: its ids int32 [rows, k], their weights fp32, its
-    number of tokens, and what its first product made: saved [`Engine.saved_rows`, 2I or I] in the
-    layer's dtype. `of`: the call's number, which is the same on all ranks.
+    number of tokens, and results of its GEMM0: saved [`Engine.saved_rows`, 2I or I] in the layer's
+    dtype. `of`: the call's number, which is the same on all ranks.
     """
 
     topk_ids: torch.Tensor
@@ -155,7 +155,7 @@ class Engine(Protocol):
 
     @property
     def number(self) -> int:
-        """Of the layer, in the order in which those of its world are made."""
+        """The layer's number, in the order in which the layers of its world are made."""
 
     @property
     def cfg(self) -> MoEConfig:
@@ -176,22 +176,22 @@ class Engine(Protocol):
         """How the layer's experts are cut."""
 
     def no_backward(self) -> str | None:
-        """Why calls have none, in words that follow "has no backward"; None where they have one."""
+        """Why calls have no backward, in words after "has no backward"; None where they have it."""
 
     @property
     def saved_rows(self) -> SavedRows:
-        """Of how many rows `record` keeps what the first product made."""
+        """How many rows of GEMM0's results `record` keeps."""
 
     def record(self, tensors: CallTensors) -> Recording:
-        """As `forward`; returns what `backward` needs of it. The first one is a collective of its
-        own: it makes room for calls of gradients.
+        """Runs a call as `forward` does; returns what `backward` needs. The first `record` is a
+        collective of its own: it makes room for calls of gradients.
         """
 
     def room_for_sums(
         self, parameter: torch.Tensor, pieces: int, main_grad: torch.Tensor | None
     ) -> torch.Tensor:
-        """For the gradient of a parameter of experts, of a call in so many pieces: `main_grad`
-        where the engine adds to it, or memory of the engine's.
+        """The tensor for the gradient of an experts' parameter, in a call of `pieces` pieces:
+        `main_grad` where the engine adds to it, or memory of the engine's.
         """
 
     def backward(self, tensors: GradientTensors) -> None:
@@ -207,16 +207,16 @@ class Engine(Protocol):
         """
 
     def place(self, placement: Placement) -> None:
-        """Experts lie elsewhere in the calls from now on, in as many places of each rank. For who
-        is in the workspace's gate, of an engine that was made with a placement, when its calls are
-        done.
+        """Sets where experts lie in the calls from now on, in as many places of each rank. The
+        engine was made with a placement and has no running call; the caller is in the workspace's
+        gate.
         """
 
     def check(self) -> None:
         """Waits for the calls so far and raises what has gone wrong in them."""
 
     def stats(self) -> CallStats:
-        """The last call's."""
+        """The counters of the last call."""
 
     def trace(self) -> RankTrace:
-        """The last call's. The world must have been made with `trace_events`."""
+        """The trace of the last call. The world must have been made with `trace_events`."""

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank says of its call, so that ranks which make different ones notice: one number.
+"""The identity of a call: one number, by which ranks notice that they make different calls.
 
-The runtime compares these numbers and knows no more of them (Call::identity of
-runtime/words/call.hpp).
+The runtime only compares these numbers (Call::identity of runtime/words/call.hpp).
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 MAX_PIECES = (1 << 12) - 1
-"""Of a call; what an identity has room for."""
+"""The most pieces of a call that an identity has room for."""
 
 _PIECES = MAX_PIECES + 1
 _DIRECTIONS = 4
@@ -18,13 +17,13 @@ _FORWARD = 0
 _BACKWARD = 1
 _BACKWARD_OF_ONE = 2  # which reads what one call, and no other, has kept on several ranks
 _LAYERS = (1 << 32) // (_DIRECTIONS * _PIECES)
-_CALLS = 1 << 8  # that are told apart, of those under way
+_CALLS = 1 << 8  # calls under way that can be distinguished
 _FEW_LAYERS = _LAYERS // _CALLS
 
 
 def identity(layer: int, pieces: int = 1, *, backward: bool = False, of: int = 0) -> int:
-    """Of a call of a layer, by its number in the world; never 0. `of`: the call whose backward it
-    is, if the backward reads what that has kept on several ranks.
+    """A number for a call of a layer, whose number in the world is `layer`; never 0. `of`: the call
+    whose backward it is, if the backward reads what that call has kept on several ranks.
     """
     direction = _BACKWARD if backward else _FORWARD
     if backward and of != 0:

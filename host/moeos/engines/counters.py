@@ -2,7 +2,7 @@
 """What one rank counts in every call, and how the device's records of it are read.
 
 Counting costs next to nothing and is never off. It knows what the fields of Tally, CallRecord and
-PeerRecord mean (runtime/memory/records.def), and nothing of where they lie.
+PeerRecord mean (runtime/memory/records.def). Must not depend on where they lie.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ STAGES = ("route", "dispatch", "replicate", "product0", "product1", "combine")
 """The kinds of tasks, in the order in which a row meets them."""
 
 TALLY = dtype_of("Tally")
-"""Of a processor or a courier."""
+"""The counters of a processor or a courier."""
 RECORD = dtype_of("CallRecord")
 PEER = dtype_of("PeerRecord")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CallStats:
-    """What one rank did in its last call. Times are of the device's clock, in seconds.
+    """The counters of one rank's last call. Times are of the device's clock, in seconds.
 
     Attributes:
         tokens: S of the call.
@@ -41,7 +41,7 @@ class CallStats:
         tasks: parts run, by kind: route, dispatch, replicate, product0, product1, combine.
         row_bytes_to_peers: bytes of rows written into other ranks' memory, both directions of the
             layer; one that lies twice in a cell (docs/memory.md, "Cells as rings") counts once.
-        row_bytes_by_peer: [P] the same by rank; 0 for this one.
+        row_bytes_by_peer: [P] these bytes by rank; 0 for this one.
         count_bytes_to_peers: bytes of row counts, and of the words that say which call it is.
         flag_bytes_to_peers: bytes of arrival flags, of credits for returned rows and, where tokens
             go once, of the words that say which row holds which; not of those by which the windows
@@ -50,9 +50,9 @@ class CallStats:
         drops: pairs of this rank beyond their expert's capacity.
         processors: of this rank.
         busy_seconds: time inside tasks, added over the processors. A GPU's processor begins a task
-            while the one before ends; the time of both counts once, for the one before. What it
-            sends beside them (runtime/actors/courier.hpp) does not count.
-        busy_seconds_by_task: the same by kind, and the time in which rows were sent.
+            while the one before ends; the time of both counts once, for the one before. What its
+            courier sends meanwhile (runtime/actors/courier.hpp) does not count.
+        busy_seconds_by_task: the time by kind of task, and the time in which rows were sent.
         seconds: from the call's begin on the device to its end; None if it did not end well.
         first_tile_after: when, after the begin, the first tile of rows was handed out to the
             processors; None if there was none. In a call that is planned by its counts they wait
@@ -102,7 +102,7 @@ class CallStats:
 
     @property
     def busy_share(self) -> float | None:
-        """Of the processors' time in the call, the part inside tasks; None if it ended badly."""
+        """The share of the processors' time that tasks took; None if the call ended badly."""
         return self.busy_seconds / (self.processors * self.seconds) if self.seconds else None
 
 
@@ -143,7 +143,7 @@ def read(
     sent_bytes: int,
     returned_bytes: int,
 ) -> CallStats:
-    """A rank's counters out of its memory.
+    """A rank's counters from its memory.
 
     Args:
         rank: its number among the P that share out experts.

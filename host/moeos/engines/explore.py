@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device OS in orders that seeds decide: what `moeos fuzz` runs, and CI.
+"""Runs the device OS in orders that seeds decide, for `moeos fuzz` and CI.
 
 A run makes a small random world (1 to 4 ranks, 3 calls), whose actors are fibers of one thread; at
-each atomic access another one may go on, and something may happen to the world beside its calls
-(`SCENARIOS`). The result must be right, or an error that names the right rank; after a reset the
-same calls must be right. A seed repeats its run exactly. The C++ side is `kernels/twin/explore/`.
+each atomic access another fiber may go on, and something may happen to the world in addition to its
+calls (`SCENARIOS`). The result must be right, or an error that names the right rank; after a reset
+the calls must be right. A seed repeats its run exactly. The C++ side is `kernels/twin/explore/`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ rank that stops; one that stands still for a while; a word of the protocol that 
 ranks that begin calls later than others. The last is one of these with calls of gradients."""
 
 STRATEGIES = ("random", "priority")
-"""`moeos::twin::Strategy`: who goes on is drawn at each access, or by priorities that change seldom
-(probabilistic concurrency testing)."""
+"""`moeos::twin::Strategy`: the fiber that goes on is drawn at each access, or has the highest of
+priorities that change seldom (probabilistic concurrency testing)."""
 
 LONGEST_RUN = 60.0
 """Seconds that a run may take; it takes some milliseconds."""
@@ -39,7 +39,7 @@ _TURNS = [(scenario, strategy) for scenario in SCENARIOS for strategy in STRATEG
 
 @dataclasses.dataclass
 class Tally:
-    """What came of the runs of one scenario.
+    """The outcomes of the runs of one scenario.
 
     Attributes:
         runs: seeds times strategies.
@@ -92,7 +92,7 @@ class Wrong:
 
 @dataclasses.dataclass
 class Found:
-    """What came of all runs, by scenario."""
+    """The outcomes of all runs, by scenario."""
 
     tallies: dict[str, Tally] = dataclasses.field(
         default_factory=lambda: {scenario: Tally() for scenario in SCENARIOS}
@@ -123,7 +123,7 @@ def explore(
 ) -> Found:
     """Runs seed after seed in every scenario and strategy, on this thread, for at most `seconds`.
 
-    `begin` is told of each run before it: its seed, and which of the scenarios and strategies.
+    `begin` is called before each run with its seed and its index in `_TURNS`.
     """
     found = Found()
     end = time.monotonic() + seconds
@@ -140,7 +140,7 @@ def explore(
 
 
 def explore_side_by_side(first_seed: int, seconds: float, jobs: int | None = None) -> Found:
-    """`explore` from `first_seed` on, in as many processes as this one may use cores.
+    """Runs `explore` from `first_seed` on, in as many processes as this one may use cores.
 
     A run that ends its process, or does not end within `LONGEST_RUN`, is a finding too.
     """
@@ -179,7 +179,7 @@ def explore_side_by_side(first_seed: int, seconds: float, jobs: int | None = Non
 
 
 class _Current(Protocol):
-    """What a process is at: the seed, and which of _TURNS."""
+    """A process's current seed and index in `_TURNS`."""
 
     def __getitem__(self, index: int) -> int: ...
 

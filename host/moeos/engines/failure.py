@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a failure of the device OS means to the person who reads it.
+"""Turns a failure of the device OS into an exception with a sentence for its reader.
 
-The runtime records a failure as numbers (`runtime/memory/records.def`); this file has the sentences
-and chooses the exception. It knows nothing of engines or of how the record got here.
+The runtime records a failure as numbers (`runtime/memory/records.def`). Must not depend on engines,
+nor on how the record got here.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def exception_of(
     """The exception to raise on `rank` for a failure whose kind is not NONE.
 
     `identity`: of the call that raises it (`moeos.engines.calls`), or 0; `names`: of layers that
-    have one; `group`: of the world, which tells the ranks' numbers in the job; `tokens_in`: the
-    number of tokens in what ranks with slices compare (`inputs_of` of runtime/memory/slices.hpp);
+    have one; `group`: of the world, with the ranks' numbers in the job; `tokens_in`: the number of
+    tokens in a word that ranks with slices compare (`inputs_of` of runtime/memory/slices.hpp);
     `derives`: the call of which this rank's part in the failed one is the backward, or 0.
 
     `PeerTimeout` for whatever was late or aborted, `NumericalError` for logits that are not finite,
     `ValueError` for other input that cannot be followed, and `RuntimeError` where the protocol
-    itself was broken: a defect of moeos, or memory that someone overwrote.
+    itself was broken: a defect of moeos, or memory that other code overwrote.
     """
     names = names or {}
     job = () if group is None else group.ranks
@@ -60,8 +60,8 @@ def exception_of(
 
 
 def may_go_on(kind: int) -> bool:
-    """Whether there is a failure behind which a rank alone is as before when it has reset: none of
-    a host that gave up, and none that says that the protocol's state is damaged.
+    """Whether a rank that is alone may go on after a failure of this kind: not if a host gave up,
+    and not if the protocol's state is damaged.
     """
     return kind not in _LASTING
 
@@ -74,8 +74,8 @@ def different_calls(
     names: Mapping[int, str],
     derive: Mapping[int, int] = MappingProxyType({}),
 ) -> str:
-    """What two ranks have called at the same time, by their calls' identities. `derive`: by rank,
-    the call whose backward it calls, as far as that is known.
+    """The sentence for two ranks that make different calls at the same time, by identities.
+    `derive`: by rank, the call whose backward it calls, as far as that is known.
     """
     what = "numbers of pieces"
     if calls.is_backward(identity) != calls.is_backward(its):
@@ -97,7 +97,7 @@ def different_calls(
 
 
 def _tokens_of_both(f: Failure, tokens_in: Callable[[int], int | None] | None) -> str:
-    """How many tokens ranks have whose inputs differ, where they say it."""
+    """The numbers of tokens of two ranks whose inputs differ, where they are known."""
     if f.kind != FailureKind.INPUTS_DIFFER or tokens_in is None:
         return ""
     ours, theirs = tokens_in(f.expected), tokens_in(f.seen)
@@ -193,11 +193,11 @@ _OS_ACTORS = {
     5: "tells remote peers what has landed",
     6: "watches sums of slices",
 }
-"""As an inquiry goes round (`runtime/actors/os.hpp`); of several returns subscribers all are 4."""
+"""In the order of an inquiry (`runtime/actors/os.hpp`); all returns subscribers are 4."""
 
 
 def _owed(f: Failure, back: str) -> str | None:
-    """What the late peer has not delivered; None if the failure is not a late peer. `back`: words
+    """The sentence for what a late peer has not delivered; None for other failures. `back`: words
     for the call where it is a backward.
     """
     missing = f"it has not made call {f.epoch}"
@@ -231,7 +231,7 @@ def _owed(f: Failure, back: str) -> str | None:
 
 
 def _wrong_input(f: Failure) -> str | None:
-    """What the caller has put into the GPU's memory that cannot be; None if it is not that."""
+    """The sentence for a wrong value in the caller's GPU memory; None for other failures."""
     value = f.seen - (1 << 64) if f.seen >> 63 else f.seen  # it was a signed number
     if f.kind == FailureKind.ID_NO_EXPERT:
         return f"topk_ids[{f.chunk}, {f.expected}] is {value}, neither an expert nor -1 (unused),"

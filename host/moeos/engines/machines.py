@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which engine runs the layers of a world. The only file that knows all engines.
 
-It tells `moeos.world.world` what makes the memory of a workspace, since worlds know no engines.
+It sets what makes the memory of a workspace in `moeos.world.world`, which must not depend on it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from moeos.world.world import MEMORY, SharedMemory, World
 
 
 def engine_class(world: World) -> type[Engine]:
-    """What runs its calls."""
+    """The class of engine that runs a world's calls."""
     if world.backend == "twin":
         return TwinEngine
     from moeos.engines.cuda.engine import CudaEngine  # spares the twin a GPU's modules

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call that is longer than a layer's buffers, cut into calls that are not. It knows tensors, and
-nothing of engines.
-"""
+"""Cuts a call that is longer than a layer's buffers into micro-batches, its pieces.
+
+Must not depend on engines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moeos.engines.base import CallTensors, GradientTensors
 
 
 def pieces_of(call: CallTensors, most: int) -> Iterator[CallTensors]:
-    """The `call.pieces` calls of at most so many rows each, in order; behind the last row they have
+    """The `call.pieces` calls of at most `most` rows each, in order; after the last row they have
     none.
     """
     if call.pieces == 1:
@@ -35,8 +35,8 @@ def pieces_of(call: CallTensors, most: int) -> Iterator[CallTensors]:
 
 
 def gradient_pieces_of(tensors: GradientTensors, most: int) -> Iterator[GradientTensors]:
-    """The `tensors.pieces` calls of gradients of at most so many tokens each, in order. All of them
-    have the same memory for gradients of weights.
+    """The `tensors.pieces` calls of gradients of at most `most` tokens each, in order. All share
+    the memory for gradients of weights.
     """
     if tensors.pieces == 1:
         most = tensors.tokens
@@ -59,8 +59,8 @@ def gradient_pieces_of(tensors: GradientTensors, most: int) -> Iterator[Gradient
 def _tokens_of(
     tokens: torch.Tensor, first: int, end: int, number: int, pieces: int
 ) -> torch.Tensor:
-    """The tokens among the rows of one piece. A number below 0 remains so in the first piece, and
-    one above all rows is above those of the last, so that what is wrong is found there.
+    """The number of tokens among the rows of one piece. A number below 0 remains so in the first
+    piece, and one above all rows is above those of the last, where the error is found.
     """
     least = None if number == 0 else 0
     most = None if number == pieces - 1 else end - first

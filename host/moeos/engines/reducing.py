@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adds up the partial sums that a kernel leaves, by an all-reduce behind it.
+"""Adds up the partial sums that a kernel leaves, by an all-reduce after it.
 
-The other way is the kernel's own (runtime/rows/sums.hpp). This file knows worlds and how experts
-are cut, and nothing of kernels or of how an all-reduce is made.
+The other way is the kernel's own (runtime/rows/sums.hpp). Must not depend on kernels, nor on how an
+all-reduce is made.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _REMEDY = "All ranks may call reset() and go on"
 
 
 class Reduction:
-    """Of one layer on one rank: which calls leave their partial sums, and who adds these up.
+    """Decides which calls of a layer leave their partial sums on a rank, and adds these up.
     Collective to make, in the world's gate; `cfg` is a slice's.
 
-    Raises `ValueError`, alike on all ranks, where torch.distributed has not the world's ranks and
-    the caller wants its all-reduce.
+    Raises `ValueError`, alike on all ranks, where torch.distributed does not have the world's ranks
+    and the caller wants its all-reduce.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Reduction:
             self._by = _all_reduce_of(world, shared, slicing)
 
     def leaves_partials(self, rows: int, *, counted: bool) -> bool:
-        """Whether a call of so many rows does; `counted`: see `Slicing.leaves_partials`."""
+        """Whether a call of `rows` rows does; `counted`: see `Slicing.leaves_partials`."""
         if self._by is None:
             return False
         if counted or rows not in self._known:
@@ -52,7 +52,7 @@ class Reduction:
         return self._known[rows]
 
     def begin(self) -> None:
-        """A call begins that leaves them; see `AllReduce.begin`."""
+        """Begins a call that leaves partial sums; see `AllReduce.begin`."""
         assert self._by is not None  # as leaves_partials has said
         self._by.begin()
 
@@ -66,8 +66,8 @@ class Reduction:
 
 
 def _all_reduce_of(world: World, shared: SharedMemory, slicing: Slicing) -> AllReduce | None:
-    """Among the ranks with slices of the same experts as this one; None where torch.distributed
-    does not know them, and the costs may choose.
+    """The all-reduce among the ranks with slices of this rank's experts; None where
+    torch.distributed does not know them, and the costs may choose.
     """
     ranks = None
     if not world.control.shares_memory:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of how many rows a call keeps what its first product made, for its backward.
+"""How many rows of GEMM0's results a call keeps for its backward.
 
-A source has an equal share of them, for the first of its rows in the order of sending. So both
+Each source has an equal share of them, for the first of its rows in the order of sending. So both
 calls know by themselves which rows are kept, and neither waits to hear it. This file knows numbers
-of rows, and nothing of tensors or of who keeps them.
+of rows. It must not depend on tensors, nor on what keeps the rows.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import NamedTuple
 from moeos.config.config import MoEConfig
 from moeos.engines import calls
 
-_SHARE = (5, 4)  # of even routing
+_SHARE = (5, 4)  # relative to the rows of even routing
 _NO_CAPACITY = (1, 1)
 
 
 class SavedRows(NamedTuple):
-    """A rank's rule.
+    """How many rows a rank keeps.
 
     Attributes:
         sources: ranks that send rows here; 0: nothing is kept.
@@ -39,10 +39,10 @@ class SavedRows(NamedTuple):
     given: int | None = None
 
     def of_source(self, tokens: int) -> int:
-        """Kept of each source in a call with so many rows of x here."""
+        """Rows kept of each source in a call with `tokens` rows of x here."""
         if self.sources == 0:
             return 0
-        # Of a rank alone they are known; of others only how many there may be.
+        # A rank that is alone knows its tokens; of others it knows only the most there may be.
         of_any = tokens if self.sources == 1 else self.max_tokens
         in_slots = self.experts * _ceiling(of_any, self.capacity)
         wanted = _ceiling(tokens, (_SHARE[0] * self.even[0], _SHARE[1] * self.even[1]))
@@ -51,23 +51,23 @@ class SavedRows(NamedTuple):
         return min(of_any * self.slots, in_slots, wanted)
 
     def of_pieces(self, rows: int, pieces: int) -> list[int]:
-        """The same of each piece of a call with so many rows of x."""
+        """Rows kept of each source, for each piece of a call with `rows` rows of x."""
         firsts = [number * self.max_tokens for number in range(pieces)]
         return [self.of_source(max(0, min(rows - first, self.max_tokens))) for first in firsts]
 
     def of_call(self, rows: int, pieces: int) -> int:
-        """Kept of all sources and pieces."""
+        """Rows kept of all sources and pieces."""
         return self.sources * sum(self.of_pieces(rows, pieces))
 
     def identity_of_backward(self, layer: int, pieces: int, of: int) -> int:
-        """What a rank says of a backward (`moeos.engines.calls`): which call's it is matters where
+        """The identity of a backward (`moeos.engines.calls`). It names the forward call only where
         ranks keep rows of each other.
         """
         return calls.identity(layer, pieces, backward=True, of=of if self.sources > 1 else 0)
 
 
 def saved_rows(cfg: MoEConfig, sources: int, experts: int) -> SavedRows:
-    """The rule of a rank with so many experts, which has rows of so many ranks."""
+    """The rule of a rank with `experts` experts, which gets rows from `sources` ranks."""
     if cfg.save == "nothing":
         return SavedRows(0)
     ratio = cfg.capacity_ratio

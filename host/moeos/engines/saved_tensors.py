@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensor in which a call keeps what its first product made, and each piece's share of it.
+"""The tensor in which a call keeps results of GEMM0, and each piece's share of it.
 
-It knows tensors and `SavedRows`, and nothing of engines or of which row lies where.
+Must not depend on engines, nor on which row lies where.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class Share(NamedTuple):
 
 
 def room_for(rule: SavedRows, w1_rows: int, x: Tensor, pieces: int) -> Tensor:
-    """Memory for the rows of a call with these rows of x, w1_rows numbers in each."""
+    """Memory for the rows that a call with x keeps, of `w1_rows` numbers each."""
     return x.new_empty((rule.of_call(x.shape[0], pieces), w1_rows))
 
 
 def shares_of(rule: SavedRows, saved: Tensor, x: Tensor, pieces: int) -> list[Share]:
-    """Each piece's."""
+    """Each piece's share of `saved`."""
     found = []
     first = 0
     for rows in rule.of_pieces(x.shape[0], pieces):
@@ -39,7 +39,7 @@ def shares_of(rule: SavedRows, saved: Tensor, x: Tensor, pieces: int) -> list[Sh
 def shares_to_load(
     rule: SavedRows, w1_rows: int, tensors: GradientTensors, rank: int
 ) -> list[Share]:
-    """Each piece's of a call of gradients.
+    """Each piece's share of the saved rows in a call of gradients.
 
     Raises `ValueError` for saved rows that are not a forward call's, as a saved-tensor hook may
     return them.

@@ -3,7 +3,7 @@
 
 [header][words of shape 1][words of shape 2]...[room for words][cells of rows][results]. The cells
 of all shapes begin at nearly the same bytes, and no shape's cells lie where another's results do
-(runtime/memory/layout.hpp). This file allocates nothing, and knows sizes alone.
+(runtime/memory/layout.hpp). This file allocates nothing, and must depend on sizes alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moeos import _runtime
 
 _ALIGNMENT = 128
 _ROOM = 2
-"""As many times the words of the shapes so far are kept for words."""
+"""This many times the words of the shapes so far are kept for words."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,19 +47,19 @@ class SharedHeap:
     size: int = 0
 
     def with_shape(self, sizes: _runtime.Sizes) -> SharedHeap:
-        """The plan with one more shape; that of before, but for `shapes`, if it fits."""
+        """The plan with one more shape; only `shapes` changes if it fits."""
         shapes = (*self.shapes, sizes)
         words = _words_end(shapes)
         wide = max(shape.sent_bytes for shape in shapes)
         stride = max(shape.cell_places * shape.sent_bytes for shape in shapes)
         if len({shape.sent_bytes for shape in shapes}) > 1:
-            # A shape's cells are whole rows of its own, so they begin up to so much earlier than
+            # A shape's cells are whole rows of its own, so they may begin this much earlier than
             # another shape's.
             stride += sizes.cells * wide
         rows_at, stride = self.rows_at, max(stride, self.stride)
         if words > rows_at:
             header = sizes.header_bytes
-            sums = sum(shape.sums_bytes for shape in shapes)  # rows, of which no more are kept
+            sums = sum(shape.sums_bytes for shape in shapes)  # rows: no room is kept for more
             rows_at = header + _align(_ROOM * (words - header - sums) + sums)
         tail = max(shape.tile_rows * shape.sent_bytes for shape in shapes)
         results_at = max(self.results_at, _align(rows_at + sizes.cells * stride + tail))

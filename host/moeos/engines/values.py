@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of what lies in a call's tensors, for machines whose memory the host can look at.
 
-Shapes and dtypes are the layer's to check. This file knows nothing of engines.
+The layer checks shapes and dtypes. Must not depend on engines.
 """
 
 from __future__ import annotations

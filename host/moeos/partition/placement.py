@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which ranks hold which experts: a table, equal on all ranks.
 
-It knows numbers of experts and ranks alone, and nothing of weights, layers or how ranks talk.
+Must not depend on weights, layers or how ranks talk: it knows numbers of experts and ranks alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from moeos.config.config import MoEConfig
 
-_TOLD = 4  # experts of which an error says where they are
+_TOLD = 4  # the most ranks whose experts an error names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Placement:
             counts: by expert, the rows that it got, of all ranks together: sums of the
                 `expert_pairs` of `MoELayer.stats`, for example. Equal on all ranks.
             world_size: P, the number of ranks.
-            slots: places for replicas in all, beside one for each expert. A rank has
+            slots: places for replicas in all, in addition to one for each expert. A rank has
                 ceil((E + slots) / P) places. An expert has at most P.
 
         Raises:
@@ -163,7 +163,7 @@ class Placement:
         return list(map(tuple, found))
 
     def loads(self, counts: Sequence[float]) -> list[float]:
-        """By rank, its rows, when each expert has so many and its replicas have equal parts.
+        """Rows of each rank when an expert has `counts` rows and its replicas share them evenly.
 
         Raises:
             ValueError: there are not as many counts as experts.
@@ -174,8 +174,8 @@ class Placement:
         return [sum(counts[expert] / len(holders[expert]) for expert in own) for own in self.ranks]
 
     def table(self) -> tuple[list[int], list[int]]:
-        """As the runtime has it (runtime/memory/placement.hpp): where each expert's places begin,
-        and the places of all experts, rank * X + local.
+        """The runtime's table (runtime/memory/placement.hpp): where each expert's places begin, and
+        the places of all experts, rank * X + local.
         """
         places: list[list[int]] = [[] for _ in range(self.experts)]
         for rank, own in enumerate(self.ranks):
@@ -191,7 +191,7 @@ class Placement:
         return json.dumps(self.ranks)
 
     def require_fits(self, cfg: MoEConfig, world_size: int) -> None:
-        """Raises `ValueError` unless layers of this config on so many ranks can have it."""
+        """Raises `ValueError` unless layers of this config on `world_size` ranks can have it."""
         if (self.experts, self.world_size) != (cfg.experts, world_size):
             raise ValueError(
                 f"placement has {self.experts} experts on {self.world_size} ranks; the layer has "
@@ -214,7 +214,7 @@ def experts_of(
 
 
 def why_no_backward(placement: Placement | None) -> str | None:
-    """Why its layers have no backward, in words that follow "has no backward"; None: they have."""
+    """Why its layers have no backward, in words that follow "has no backward"; None if they do."""
     if placement is None or not placement.replicated:
         return None
     return (
@@ -224,7 +224,7 @@ def why_no_backward(placement: Placement | None) -> str | None:
 
 
 def differences(first: str, other: str) -> str:
-    """What two digests say of experts that lie elsewhere; empty where they are the same."""
+    """How the placements of two digests differ; empty where they are the same."""
     if first == other:
         return ""
     here, there = (Placement(json.loads(digest)) for digest in (first, other))
@@ -242,7 +242,7 @@ def differences(first: str, other: str) -> str:
 
 
 def _require_table(ranks: tuple[tuple[int, ...], ...]) -> None:
-    """Raises `ValueError` unless each of the experts from 0 on lies somewhere."""
+    """Raises `ValueError` unless each expert from 0 on is on a rank, and on none twice."""
     every = {expert for own in ranks for expert in own}
     if not every:
         raise ValueError(f"ranks is {list(map(list, ranks))}; there must be an expert")
@@ -261,7 +261,7 @@ def _require_table(ranks: tuple[tuple[int, ...], ...]) -> None:
 
 
 def _replicas(counts: Sequence[float], world_size: int, slots: int) -> list[int]:
-    """By expert, how many it gets: one, and one more whenever its own have the most rows each."""
+    """Replicas of each expert: one, and one more whenever its replicas have the most rows each."""
     replicas = [1] * len(counts)
     heaviest = [(-float(count), expert) for expert, count in enumerate(counts)]
     heapq.heapify(heaviest)
@@ -276,7 +276,7 @@ def _replicas(counts: Sequence[float], world_size: int, slots: int) -> list[int]
 def _pack(
     shares: Sequence[float], replicas: Sequence[int], world_size: int, places: int
 ) -> list[list[int]]:
-    """By rank, at most so many experts, none of them twice."""
+    """The experts of each rank: at most `places`, none of them twice."""
     rows: list[list[int]] = [[] for _ in range(world_size)]
     loads = [0.0] * world_size
     for expert in sorted(range(len(shares)), key=lambda expert: (-shares[expert], expert)):
@@ -286,8 +286,8 @@ def _pack(
             if fit:
                 rank = min(fit, key=lambda rank: (loads[rank], rank))
             else:
-                # All with room have it, and some full rank has not. That one has an expert more
-                # than those with room, and so one that they lack, which it gives away.
+                # All ranks with room have the expert, and some full rank has not. That rank has
+                # more experts than those with room, so it has one that they lack, and gives it.
                 room = open_ranks[0]
                 rank = next(r for r in range(world_size) if expert not in rows[r])
                 moved = next(one for one in rows[rank] if one not in rows[room])
@@ -301,11 +301,11 @@ def _pack(
 
 
 def _swap(shares: Sequence[float], rows: list[list[int]]) -> None:
-    """Lets the fullest rank give an expert for a lighter one of another rank, or for none that is
-    there, as long as the fuller of both then has fewer rows than the fullest had.
+    """Lets the fullest rank swap an expert for a lighter one of another rank, as long as the
+    fuller of both then has fewer rows than the fullest had.
     """
     loads = [sum(shares[expert] for expert in own) for own in rows]
-    for _ in range(16 * len(shares)):  # each helps; some many are enough
+    for _ in range(16 * len(shares)):  # each swap helps; this many are enough
         full = max(range(len(rows)), key=lambda rank: loads[rank])
         best: tuple[float, int, int, int] | None = None
         for other in sorted(range(len(rows)), key=lambda rank: loads[rank]):

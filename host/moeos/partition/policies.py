@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a call of a layer whose ranks have the same tokens is computed: where rows of the products
-lie (`layout`), and who adds up the partial sums of slices (`reduce`).
+lie (`layout`), and what adds up the partial sums of slices (`reduce`).
 
 The names are those of the paper on layouts under tensor parallelism. `docs/tensor_parallel.md` says
-what each is here, and what the costs are made of. This file knows configs and rates, and nothing of
-engines or of how ranks talk.
+what each is here, and what the costs are made of. Must not depend on engines, nor on how ranks
+talk.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from moeos.config.sizes import NARROW_ROWS
 from moeos.partition.rates import H200, DeviceRates
 
 Layout = Literal["auto", "expert_major", "expert_major_persistent", "token_major", "gathered"]
-"""Where first products read rows, and where rows between the products lie."""
+"""Where GEMM0 reads rows, and where rows between GEMM0 and GEMM1 lie."""
 
 Reduce = Literal["auto", "fused", "after"]
-"""Who adds up partial sums: the kernel, or torch.distributed behind it."""
+"""What adds up partial sums: the kernel, or torch.distributed after it."""
 
 REDUCES: tuple[Reduce, ...] = get_args(Reduce)
 
 _COPIES: tuple[Layout, ...] = ("expert_major", "expert_major_persistent")
-"""Rows are copied into the order of experts. The paper tells these two apart by the kernel of the
-second product; here both products are one kernel's, which is persistent."""
+"""Layouts that permute rows into the order of experts. The paper distinguishes the two by GEMM1's
+kernel; here one persistent kernel computes both GEMMs."""
 
 _BY_INDEX: tuple[Layout, ...] = ("token_major", "gathered")
-"""First products read a rank's own tokens where the caller left them."""
+"""Layouts in which GEMM0 reads a rank's own tokens where the caller left them."""
 
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 GATHERED_ROWS, GATHERED_COLUMNS = 128, 256
-"""Of a part of a product whose rows are copied by index: a full tile of rows, and columns."""
+"""Rows and columns of a part of a product whose rows are copied by index; the rows fill a tile."""
 STEP_BYTES = 128
-"""Of a row, in a step."""
+"""Bytes of a row in one step."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """What a layer's caller wants; "auto" leaves it to the costs.
+    """The caller's wishes for a layer; "auto" leaves a choice to the costs.
 
     Attributes:
         layout: where rows of the products lie.
-        reduce: who adds up partial sums.
+        reduce: what adds up partial sums.
         rates: the numbers of the GPU by which costs are computed.
     """
 
@@ -63,8 +63,8 @@ class Policy:
         return "".join(f", {name}={value!r}" for name, value in given if value != "auto")
 
     def in_place_tokens(self, cfg: MoEConfig) -> int:
-        """In calls of up to so many tokens a rank alone reads tokens where the caller left them
-        (Geometry's `in_place_tokens`). `cfg`: of a slice.
+        """The most tokens of a call in which a rank that is alone reads them where the caller left
+        them (Geometry's `in_place_tokens`). `cfg`: of a slice.
         """
         if self.layout in _COPIES:
             return 0
@@ -79,7 +79,7 @@ class Policy:
         """Whether a rank's own rows are read by index, in calls of any number of tokens
         (Geometry's `gathers_rows`). `alone`: whether a rank has whole experts, and all of them.
 
-        Others' rows take couriers' time anyway: with slices on two ranks nothing was gained.
+        Couriers copy the rows of other ranks anyway: with slices on two ranks nothing was gained.
         """
         if self.layout == "auto":
             return alone and reads_rows_as_they_are(cfg) and saves_by_gathering(self.rates, cfg)
@@ -119,11 +119,11 @@ class Policy:
 
 
 AUTO = Policy()
-"""Whose calls follow the costs."""
+"""The policy whose calls follow the costs."""
 
 
 def require_policy(layout: object, reduce: object) -> Policy:
-    """What a layer's arguments say. Raises `ValueError` for others than there are."""
+    """The policy of a layer's arguments. Raises `ValueError` for unknown values."""
     if layout not in LAYOUTS:
         allowed = " or ".join(map(repr, LAYOUTS))
         raise ValueError(f"layout is {layout!r}; it must be {allowed}")
@@ -137,14 +137,14 @@ def require_policy(layout: object, reduce: object) -> Policy:
 
 
 def products(rates: DeviceRates, cfg: MoEConfig, tokens: int) -> float:
-    """Both products of a slice: arithmetic, or the weights of the experts that have tokens."""
+    """Both GEMMs of a slice: arithmetic, or reading the weights of the experts that have tokens."""
     rows = cfg.w1_rows + cfg.intermediate
     flops = 2.0 * tokens * cfg.slots * rows * cfg.hidden
     return max(flops / rates.expert_flops(cfg), _weights_read(rates, cfg, tokens, rows))
 
 
 def _weights_read(rates: DeviceRates, cfg: MoEConfig, tokens: int, rows: int) -> float:
-    """So many rows of weights of each expert that has tokens, from memory."""
+    """Reading `rows` rows of weights of each expert that has tokens, from memory."""
     bits = 8 * cfg.dtype.itemsize
     if cfg.weight_format is not None:
         bits = FORMATS[cfg.weight_format].code_bits
@@ -152,28 +152,28 @@ def _weights_read(rates: DeviceRates, cfg: MoEConfig, tokens: int, rows: int) ->
 
 
 def _touched(cfg: MoEConfig, tokens: int) -> float:
-    """Experts that have tokens, by even routing that is random."""
+    """The expected number of experts that have tokens, where routing is even and random."""
     return cfg.experts * (1.0 - float((1.0 - 1.0 / cfg.experts) ** (tokens * cfg.slots)))
 
 
 def copies(rates: DeviceRates, cfg: MoEConfig, tokens: int, ranks: int = 1) -> float:
-    """Own rows that are copied before first products read them: each is written and read once more.
-    `ranks`: that share out the experts evenly, so that one of so many rows is a rank's own.
+    """Copying own rows before GEMM0 reads them: each is written and read once more. `ranks`: the
+    ranks that share out the experts evenly, so that one of `ranks` rows is a rank's own.
     """
     moved = 2 * tokens * cfg.slots / ranks * cfg.hidden * cfg.dtype.itemsize
     return rates.dispatch + moved / rates.copied_bytes
 
 
 def gathered_rows(rates: DeviceRates, cfg: MoEConfig, tokens: int, ranks: int = 1) -> float:
-    """Own rows that first products read by index, in calls of more tokens than are read in place.
-    They are listed as those are that are copied. `ranks`: as of `copies`.
+    """Reading own rows by index in GEMM0, in calls of more tokens than are read in place. These
+    rows are listed as copied rows are. `ranks`: as of `copies`.
 
-    What a step takes more is hidden where first products wait for their weights from memory. What a
-    part takes more is not: nothing is asked of the memory meanwhile.
+    The extra time of a step is hidden where GEMM0 waits for its weights from memory. That of a part
+    is not: nothing is asked of the memory meanwhile.
     """
     rows, touched = tokens * cfg.slots / ranks, _touched(cfg, tokens) / ranks
     wide = -(-cfg.w1_rows // GATHERED_COLUMNS)
-    of_few = rows * ranks <= NARROW_ROWS * cfg.experts  # of an expert, so that its tile is narrow
+    of_few = rows * ranks <= NARROW_ROWS * cfg.experts  # few rows per expert: its tile is narrow
     # The last tile of an expert is half full on average. A narrow one has twice the parts.
     parts = touched * 2 * wide if of_few else (rows / GATHERED_ROWS + touched / 2) * wide
     steps = max(1.0, rows / GATHERED_ROWS * wide / (rates.blocks - 1)) * _steps(cfg, cfg.hidden)
@@ -183,14 +183,14 @@ def gathered_rows(rates: DeviceRates, cfg: MoEConfig, tokens: int, ranks: int = 
 
 
 def token_major(rates: DeviceRates, cfg: MoEConfig, tokens: int) -> float:
-    """Rows that both products read by index, those of the second one between the two."""
+    """Reading rows by index in both GEMMs; GEMM1's are the rows between the two."""
     second = _gathered_steps(rates, cfg, tokens, cfg.hidden, cfg.intermediate)
     return gathered_rows(rates, cfg, tokens) + second
 
 
 def boxes(rates: DeviceRates, cfg: MoEConfig, tokens: int) -> float:
-    """Rows of few tokens that are read in place: what their boxes take beyond a step, of each part
-    that a processor has. A tile of few tokens may have all of them.
+    """Reading rows of few tokens in place: what their boxes take beyond a step, in each part of a
+    processor. A tile of few tokens may have all of them.
     """
     beyond = max(0.0, tokens * rates.box - rates.step)
     parts = min(cfg.experts, tokens * cfg.slots) * -(-cfg.w1_rows // 128)
@@ -204,7 +204,7 @@ def _steps(cfg: MoEConfig, depth: int) -> int:
 def _gathered_steps(
     rates: DeviceRates, cfg: MoEConfig, tokens: float, columns: int, depth: int
 ) -> float:
-    """What the steps of a product of so many columns take more where its rows are read by index."""
+    """The extra time of the steps of a product with `columns` columns that reads rows by index."""
     parts = tokens * cfg.slots / GATHERED_ROWS * -(-columns // GATHERED_COLUMNS)
     return parts * _steps(cfg, depth) * rates.gathered_step / (rates.blocks - 1)
 
@@ -220,40 +220,40 @@ def saves_by_gathering(rates: DeviceRates, cfg: MoEConfig) -> bool:
 
 
 def reads_rows_as_they_are(cfg: MoEConfig) -> bool:
-    """Whether weights and tokens have 16 bits, and products take tokens as they stand. What rows by
-    index cost was measured of such layers.
+    """Whether weights and tokens have 16 bits, and products take tokens as they stand. The costs of
+    rows read by index were measured on such layers.
     """
     plain = cfg.dtype.itemsize == 2 and cfg.weight_format is None
     return plain and not cfg.apply_router_weight_on_input
 
 
 def gathers(rates: DeviceRates, cfg: MoEConfig, tokens: int) -> bool:
-    """Whether rows of so few tokens are better read in place."""
+    """Whether rows of `tokens` tokens are better read in place."""
     return boxes(rates, cfg, tokens) <= copies(rates, cfg, tokens)
 
 
 def router_flops(cfg: MoEConfig, tokens: int) -> int:
-    """Of the gate's logits."""
+    """Flops of the gate logits."""
     return 2 * tokens * cfg.experts * cfg.hidden
 
 
 def shared_flops(cfg: MoEConfig, tokens: int) -> int:
-    """Of the shared experts' products, and of their gate's."""
+    """Flops of the shared experts' products, and of their gate."""
     of_each = cfg.shared_w1_rows + cfg.shared_intermediate
     return 2 * tokens * (cfg.shared_experts * of_each + cfg.shared_gate) * cfg.hidden
 
 
 def _of_each_token(rates: DeviceRates, cfg: MoEConfig, tokens: int) -> float:
-    """Arithmetic that each token has whatever its experts, and whoever adds up."""
+    """Seconds of a token's arithmetic that depends on neither its experts nor the reduction."""
     return (router_flops(cfg, tokens) + shared_flops(cfg, tokens)) / rates.bf16_flops
 
 
 def fused(rates: DeviceRates, cfg: MoEConfig, tokens: int, slices: int) -> float:
-    """What each token has, products, and sums that leave as they are made.
+    """Each token's own arithmetic, both GEMMs, and sums that leave as they are made.
 
-    A token's sum is complete when the last of its k experts is: of the products' time, the share u
-    completes a share u^k of the tokens. So the links end when the last that they had to wait for is
-    sent: the largest of G u + (1 - u^k) L over u.
+    A token's sum is complete when the last of its k experts is: the share u of the GEMMs' time G
+    completes a share u^k of the tokens. So the links, whose time is L, end when the last sum that
+    they had to wait for is sent: the largest of G u + (1 - u^k) L over u.
     """
     compute, links = (
         products(rates, cfg, tokens),
@@ -269,21 +269,20 @@ def fused(rates: DeviceRates, cfg: MoEConfig, tokens: int, slices: int) -> float
 
 
 def after(rates: DeviceRates, cfg: MoEConfig, tokens: int, slices: int) -> float:
-    """What each token has, products, and an all-reduce behind them."""
+    """Each token's own arithmetic, both GEMMs, and an all-reduce after them."""
     computed = _of_each_token(rates, cfg, tokens) + products(rates, cfg, tokens)
     return computed + rates.launch + _sums_bytes(cfg, tokens, slices) / rates.all_reduced(slices)
 
 
 @functools.lru_cache(maxsize=4096)
 def reduces_after(rates: DeviceRates, cfg: MoEConfig, tokens: int, slices: int) -> bool:
-    """Whether an all-reduce behind the kernel takes less time than sums within. `cfg`: a slice's.
+    """Whether an all-reduce after the kernel takes less time than sums within. `cfg`: a slice's.
 
-    All ranks find the same: it follows from what they have agreed upon, as `moeos.init` does on
-    the rates.
+    All ranks find the same answer: it follows from what they have agreed on, such as the rates.
     """
     return after(rates, cfg, tokens, slices) < fused(rates, cfg, tokens, slices)
 
 
 def _sums_bytes(cfg: MoEConfig, tokens: int, slices: int) -> float:
-    """Of partial sums and of sums that a rank sends: a reduce-scatter and an all-gather."""
+    """Bytes of partial sums and sums that a rank sends: a reduce-scatter and an all-gather."""
     return 2.0 * tokens * (slices - 1) / slices * cfg.hidden * cfg.dtype.itemsize

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What GPUs do at most, by the name of the device: the table by which layouts are chosen.
+"""The peak rates of GPUs, by the name of the device: the table by which layouts are chosen.
 
 The H200's numbers are built in (docs/performance.md). `moeos doctor --measure` writes those of
-another device into a file in the user's cache folder, which this table reads as well. It knows
-numbers and that file, and nothing of what is compared with them.
+another device into a file in the user's cache folder, which this table reads as well. Must not
+depend on what is compared with the numbers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moeos.system import files
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceRates:
-    """What one GPU does at most, each number by itself. Rates are per second, times in seconds.
+    """The peak rates of one GPU, each measured alone. Rates are per second, times in seconds.
 
     Attributes:
         device: the GPU whose numbers these are, as CUDA names it.
@@ -33,14 +33,14 @@ class DeviceRates:
         all_reduce_bytes: (ranks, bytes/s): what NCCL's all-reduce sends from each rank. Fewer ranks
             than any here send what the link takes.
         launch: one more kernel on all ranks, NCCL's, from its launch until its first byte has come.
-        dispatch: sorting, counting and copying before the first product, of few tokens.
+        dispatch: sorting, counting and copying few tokens before GEMM0.
         copied_bytes: bytes/s of rows that are copied, read and written.
-        gathered_step: what a step of a product takes more where its rows are copied by index with
-            cp.async, for each full tile of rows and each part of so many columns.
-        gathered_part: what a part of a first product takes more before the first of its rows is
-            copied from x: the kernel looks up which tokens these are, and nothing hides that.
+        gathered_step: the extra time of a step of a product whose rows are copied by index with
+            cp.async, for each full tile of rows and each part of GATHERED_COLUMNS columns.
+        gathered_part: the extra time of a part of GEMM0 before the first of its rows is copied from
+            x: the kernel looks up which tokens these are, and nothing hides that.
         box: a row of few tokens that is loaded by a box of its own.
-        step: a step of a first product, during which its rows are loaded.
+        step: a step of GEMM0, during which its rows are loaded.
     """
 
     device: str
@@ -59,11 +59,11 @@ class DeviceRates:
     step: float
 
     def expert_flops(self, cfg: MoEConfig) -> float:
-        """FLOP/s at which it multiplies as a layer's experts do, dense."""
+        """Dense FLOP/s in the format of a layer's experts."""
         return self.bf16_flops if cfg.activation_format is None else self.fp8_flops
 
     def all_reduced(self, ranks: int) -> float:
-        """Bytes/s that NCCL's all-reduce sends from each of so many ranks."""
+        """Bytes/s that NCCL's all-reduce sends from each of `ranks` ranks."""
         known = [rate for least, rate in self.all_reduce_bytes if least <= ranks]
         return known[-1] if known else self.link_bytes
 
@@ -75,20 +75,20 @@ H200 = DeviceRates(
     fp8_flops=1476e12,
     memory_bytes=4.4e12,
     link_bytes=355e9,
-    # From the tables 1 and 2b of the paper on layouts, so from other machines.
+    # From tables 1 and 2b of the paper on layouts, so from other machines.
     all_reduce_bytes=((4, 368e9), (8, 470e9)),
     launch=20e-6,
-    # Calls of one to eight tokens that do without took 3 to 6 us less.
+    # Calls of one to eight tokens without a dispatch took 3 to 6 us less.
     dispatch=5e-6,
-    # By a fit over layers that were timed with copies and with rows by index.
+    # From a fit over layers that were timed with copies and with rows by index.
     copied_bytes=3.4e12,
-    gathered_step=0.24e-6,  # by the same fit, of first products
-    # By the same fit. Any value from 0.7 to 2.1 us chooses the same layouts for these layers.
+    gathered_step=0.24e-6,  # from that fit, for GEMM0
+    # From that fit. Any value from 0.7 to 2.1 us chooses the same layouts for these layers.
     gathered_part=1.2e-6,
     box=35e-9,  # where loads alone were timed
     step=0.7e-6,  # likewise
 )
-"""As it was measured."""
+"""The rates of an H200 as measured."""
 
 MEASURABLE = ("blocks", "bf16_flops", "fp8_flops", "memory_bytes", "link_bytes")
 """The fields of an entry of the file. All others come from fits over timed layers."""

@@ -2,8 +2,7 @@
 """All ranks' experts as one tensor: what a state dict holds, and this rank's part of what it gets.
 
 Ranks hold different experts under equal names. So a checkpoint of a whole model must see a DTensor,
-sharded over the experts, and not one rank's tensor. This file knows torch.distributed, and of a
-layer only shapes.
+sharded over the experts, and not one rank's tensor. Must not depend on more of a layer than shapes.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def remembered(group: ProcessGroup) -> Group | None:
 
 
 def found_again(known: Group) -> ProcessGroup | None:
-    """The group, if it is there still."""
+    """The group, if it still exists."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     from torch.distributed import distributed_c10d
@@ -62,7 +61,7 @@ def process_group_place() -> tuple[int, int] | None:
 
 
 def ranks_of(known: Group | None, place: tuple[int, int]) -> tuple[int, ...] | None:
-    """The ranks of the default group that make up a world; None if nobody knows.
+    """The ranks of the default group that make up a world; None if they are not known.
 
     Args:
         known: what the world was made of.
@@ -77,7 +76,7 @@ def ranks_of(known: Group | None, place: tuple[int, int]) -> tuple[int, ...] | N
 
 
 def default_group() -> ProcessGroup:
-    """That of all processes, of a torch.distributed that is initialised."""
+    """The process group of all processes; torch.distributed must be initialised."""
     group: ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
     return group
 
@@ -123,10 +122,10 @@ def _tell_safetensors() -> None:
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Whether it is a DTensor; nobody can hold one who has not imported them."""
+    """Whether it is a DTensor; there is none where their module has not been imported."""
     if type(tensor) is Tensor:
         return False
-    # Not imported here: that takes a second, and a signal amid it leaves half a module behind.
+    # Not imported here: that takes a second, and a signal during it leaves half a module.
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(tensor, kind)
 
@@ -174,13 +173,13 @@ def everything(name: str, tensor: Any) -> Tensor:
 
 def for_parameter(name: str, given: Tensor, own: Tensor | None) -> Tensor:
     """What PyTorch loads into a parameter that all ranks have whole, or that `fully_shard` has cut
-    between calls: of a DTensor `everything`, or itself.
+    between calls: `everything` of a DTensor, or the DTensor itself.
     """
     return given if own is not None and is_dtensor(own) else everything(name, given)
 
 
 def _gathered(tensor: Any) -> Tensor:
-    """All of a DTensor. As bytes where they are 8-bit floats, which gloo does not send."""
+    """All of a DTensor, sent as bytes if they are 8-bit floats, which gloo does not send."""
     plain: Tensor
     if tensor.dtype.itemsize > 1 or not tensor.is_floating_point():
         plain = tensor.full_tensor()
@@ -214,8 +213,8 @@ def part(
 
     `own`: its experts, of which each has the shape `each`; `experts`: E; `in_order`: whether ranks
     hold what `MoEConfig.experts_of` says. Then a plain tensor of as many experts as its own, and
-    not of all, is taken for them. Memory is shared where it can be. Of experts in order, a DTensor
-    that is sharded over the experts of `ranks` ranks is taken as it lies; for others see
+    not of all, is taken for them. Memory is shared where it can be. Where experts are in order, a
+    DTensor that is sharded over the experts of `ranks` ranks is taken as it lies; for others see
     `everything`.
 
     Raises `ValueError` for other shapes, and for a DTensor that another rank has written.
@@ -254,9 +253,7 @@ def part(
 
 
 def rows_of(every: Tensor, own: Sequence[int]) -> Tensor:
-    """Of a tensor of all experts [E, ...], those of one rank: in its memory where they follow each
-    other.
-    """
+    """One rank's experts of a tensor of all experts [E, ...]; a view where they are contiguous."""
     if isinstance(own, range):
         return every[own.start : own.stop]
     if every.element_size() == 1 and every.dim() > 0:  # 8-bit floats cannot be looked up

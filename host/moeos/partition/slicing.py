@@ -2,8 +2,8 @@
 """How a layer's experts are cut over ranks: tensor parallelism, with the same tokens on all ranks
 or with tokens of each rank's own.
 
-It knows which part of a tensor a rank holds, and which tokens' sums it writes. It knows nothing of
-engines or of how ranks talk.
+It knows which part of a tensor a rank holds, and which tokens' sums it writes. Must not depend on
+engines, nor on how ranks talk.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Output = Literal["replicated", "scattered"]
 """Which tokens a rank of a layer in slices returns: all, or its part."""
 
 _CUT = {"intermediate": "weight_format", "shared_intermediate": "shared_weight_format"}
-"""Sizes that are cut, and the formats whose blocks must not be. Where tokens are sharded, so are
-those of shared experts, which are whole then."""
+"""Sizes that are cut, and the formats whose blocks must not be cut. Where tokens are sharded, the
+shared experts' size is not cut: a rank holds them whole."""
 
 
 class Arguments(TypedDict):
-    """How experts are cut, and calls of slices computed, as a layer is told."""
+    """A layer's arguments for how experts are cut and calls of slices are computed."""
 
     parallel: Parallel
     tensor_ranks: int
@@ -48,8 +48,8 @@ class Arguments(TypedDict):
 class Slicing:
     """Into how many slices the experts of a layer are cut.
 
-    As many ranks hold an expert, a slice each: those of a group. Rank r has slice r % slices, and
-    is of group r // slices. Groups share out the experts.
+    The ranks of a group hold one slice each of the group's experts. Rank r has slice r % slices,
+    and is of group r // slices. Groups share out the experts.
 
     Attributes:
         slices: T, which divides P. 1: experts are whole.
@@ -87,11 +87,11 @@ class Slicing:
         return f"parallel={self.parallel!r}{cut}"
 
     def holders(self, ranks: int) -> int:
-        """Of so many ranks, those that hold one slice of all experts: one of each group."""
+        """How many of `ranks` ranks hold one slice of all experts: one of each group."""
         return ranks // self.slices
 
     def holder(self, rank: int) -> int:
-        """Which of them a rank is: the number of its group."""
+        """The number of a rank among the holders of its slice, which is that of its group."""
         return rank // self.slices
 
     def slice_of(self, rank: int) -> int:
@@ -99,13 +99,13 @@ class Slicing:
         return rank % self.slices
 
     def place(self, rank: int, ranks: int) -> tuple[int, int]:
-        """A rank's number among those that have tokens of their own, and how many they are."""
+        """A rank's number among the ranks that have tokens of their own, and their number."""
         if self.apart:
             return rank, ranks
         return self.holder(rank), self.holders(ranks)
 
     def placement(self, experts: int, ranks: int) -> Placement:
-        """Of whose experts ranks have some, or slices: those of a group have slices of the same."""
+        """The experts that each rank holds, or has slices of: equal for the ranks of a group."""
         whole = Placement.chunk(experts, self.holders(ranks))
         return Placement(tuple(whole.ranks[self.holder(rank)] for rank in range(ranks)))
 
@@ -121,8 +121,8 @@ class Slicing:
         return list(range(self.slice_of(rank), ranks, self.slices))
 
     def sums_sent(self, rank: int, ranks: int, tokens: int) -> list[int]:
-        """By rank, the rows of sums that this one sends there in a call of so many tokens: partial
-        sums to their owner and, where each rank returns all tokens, the sums of its own to all.
+        """Rows of sums that a rank sends to each rank in a call of `tokens` tokens: partial sums to
+        their owner and, where each rank returns all tokens, its own tokens' sums to all.
         """
         sums = len(self._owned(rank, tokens)) if self.everywhere else 0
         return [
@@ -133,17 +133,17 @@ class Slicing:
         ]
 
     def tokens_of(self, rank: int, rows: int) -> range:
-        """The tokens whose sums this rank writes, of so many."""
+        """The tokens, of `rows`, whose sums this rank writes."""
         return range(rows) if self.everywhere else self._owned(rank, rows)
 
     def _owned(self, rank: int, rows: int) -> range:
-        """Those whose partial sums it adds up."""
+        """The tokens, of `rows`, whose partial sums a rank adds up."""
         each = -(-rows // self.slices)
         mine = self.slice_of(rank)
         return range(min(rows, each * mine), min(rows, each * (mine + 1)))
 
     def refuse_placement(self) -> None:
-        """Raises `ValueError` where experts are cut: a placement has whole ones."""
+        """Raises `ValueError` where experts are cut: a placement has whole experts."""
         if self.cuts:
             raise ValueError(
                 f"placement is given, and parallel is {self.parallel!r}: slices of experts lie in "
@@ -164,7 +164,7 @@ class Slicing:
 
     @property
     def parallel(self) -> Parallel:
-        """The argument that says it. Experts in one slice are whole, unless who adds up is said."""
+        """The argument that says it. One slice is "expert", unless `reduce` is given."""
         if not self.cuts:
             return "expert" if self.policy.reduce == AUTO.reduce else "tensor"
         return "sharded_tokens" if self.apart else "tensor"
@@ -180,11 +180,11 @@ class Slicing:
         }
 
     def adds_bias(self, rank: int) -> bool:
-        """Whether a rank adds b2, which all have whole: one does, to its partial sums."""
+        """Whether a rank adds b2, which all ranks have whole: one does, to its partial sums."""
         return self.slice_of(rank) == 0
 
     def pairs(self, cfg: MoEConfig) -> int:
-        """Of a token, at most: one with each slice of an expert, where each is another pair."""
+        """The most pairs of a token: where tokens are sharded, each slice of an expert is one."""
         return self._each(cfg.slots)
 
     def routed_pairs(self, cfg: MoEConfig) -> int:
@@ -206,11 +206,11 @@ class Slicing:
         return {**own, "slices": self.slices, "sums_everywhere": int(self.everywhere)}
 
     def by(self, rates: DeviceRates) -> Slicing:
-        """Cut the same, with costs by these numbers of a GPU."""
+        """This slicing, with costs by these numbers of a GPU."""
         return dataclasses.replace(self, policy=dataclasses.replace(self.policy, rates=rates))
 
     def may_leave_partials(self, cfg: MoEConfig) -> bool:
-        """Whether some call does, of the config of a slice."""
+        """Whether some call leaves its partial sums. `cfg`: of a slice."""
         if self.policy.reduce == "after":
             return self.sums
         most = cfg.max_tokens
@@ -218,7 +218,7 @@ class Slicing:
         return any(self.leaves_partials(cfg, rows, counted=False) for rows in counts)
 
     def leaves_partials(self, cfg: MoEConfig, rows: int, *, counted: bool) -> bool:
-        """Whether a call of so many rows leaves its partial sums to who adds them up behind it.
+        """Whether a call of `rows` rows leaves its partial sums for an all-reduce after it.
         `counted`: whether the device knows how many of the rows are tokens; hosts may pass unlike
         numbers of rows then.
         """
@@ -235,7 +235,7 @@ class Slicing:
     def cut(self, cfg: MoEConfig) -> MoEConfig:
         """The config of one slice, as an engine has it.
 
-        Raises `ValueError` where a size does not divide, or the layer has what slices have not.
+        Raises `ValueError` where a size does not divide, or slices lack a feature of the layer.
         """
         if not self.cuts:
             return cfg
@@ -267,7 +267,7 @@ class Slicing:
     ) -> torch.Tensor:
         """This rank's part of a tensor of shape `whole`: of shape `part`, a view where it can be.
 
-        `halves`: of rows, of which each is cut alone.
+        `halves`: of rows; each half is cut by itself.
         """
         if whole == part:
             return tensor
@@ -300,7 +300,7 @@ class Slicing:
 
 
 WHOLE = Slicing()
-"""Of a layer whose ranks hold whole experts."""
+"""The slicing of a layer whose ranks hold whole experts."""
 
 
 def slicing_of(
@@ -311,10 +311,10 @@ def slicing_of(
     layout: object = "auto",
     reduce: object = "auto",
 ) -> Slicing:
-    """What a layer's arguments say, of a world of so many ranks. `tensor_ranks`: of them, those
-    that hold slices of the same experts; None: all. `layout`, `reduce`: how calls are computed.
+    """The slicing of a layer's arguments in a world of `ranks` ranks. `tensor_ranks`: how many of
+    them hold slices of the same experts; None: all. `layout`, `reduce`: how calls are computed.
 
-    Raises `ValueError` for others than are known.
+    Raises `ValueError` for unknown values.
     """
     policy = require_policy(layout, reduce)
     if parallel not in PARALLELS:
@@ -353,7 +353,7 @@ def slicing_of(
 
 
 def _require_slices(tensor_ranks: object, ranks: int, parallel: object) -> int:
-    """Raises `ValueError` unless as many ranks can hold slices of the same experts."""
+    """Raises `ValueError` unless this many ranks can hold slices of the same experts."""
     if type(tensor_ranks) is not int or tensor_ranks < 1 or ranks % tensor_ranks != 0:
         raise ValueError(
             f"tensor_ranks is {tensor_ranks!r}; it must be a number that divides the "
@@ -368,7 +368,7 @@ def _require_slices(tensor_ranks: object, ranks: int, parallel: object) -> int:
 
 
 def digest(tensors: Mapping[str, torch.Tensor | None]) -> int:
-    """32 bits that differ where tensors on the CPU do; 0 of none is no special number."""
+    """32 bits that differ where tensors on the CPU do."""
     number = 0
     for name, tensor in tensors.items():
         number = zlib.crc32(name.encode(), number)
@@ -379,15 +379,15 @@ def digest(tensors: Mapping[str, torch.Tensor | None]) -> int:
 
 
 def _cut_dimension(whole: torch.Size, part: torch.Size, halves: int) -> tuple[int, int]:
-    """The dimension by which a tensor of experts and a slice of it differ, and how many pieces of
-    it are cut alone: rows come in halves.
+    """The dimension in which a tensor of experts and its slice differ, and how many parts of it are
+    cut separately: rows come in halves.
     """
     [dim] = [at for at, (all_, own) in enumerate(zip(whole, part, strict=True)) if all_ != own]
     return dim, halves if dim == 1 else 1
 
 
 def _block(format_name: str | None, cfg: MoEConfig, name: str) -> int:
-    """Columns of w2 of which a slice has all or none: those with a scale in common."""
+    """Columns of w2 that share a scale: a slice has all of them or none."""
     least = 8  # as any I
     if format_name is not None:
         row = FORMATS[format_name]

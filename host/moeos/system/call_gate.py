@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A gate that threads pass one at a time, in order of arrival: calls of a layer go through one.
 
-It knows who is inside, so that a world can end beside a call: the gate is closed, the call is made
-to end, and when all have left nobody comes in any more. It knows nothing of layers, of worlds but
-their rank, or of what a call does.
+It knows which threads are inside, so that a world can end during a call: the gate is closed, the
+call is made to end, and the world waits until all threads have left. Must not depend on layers, on
+worlds but for their rank, or on what a call does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Value = TypeVar("Value")
 
 
 class _Turns(program_end.Visitor):
-    """Of each thread, the turn that it took last, at whichever gate."""
+    """The turn that each thread took last, at whichever gate."""
 
     last: _Turn | None = None
 
@@ -33,8 +33,8 @@ _turns = _Turns()
 class _Turn:
     """One thread's turn: its locks are held until the turn is over.
 
-    Who waits for its end takes `held` for a moment. `lasts` nobody else takes: it is locked if and
-    only if the turn lasts.
+    A thread that waits for the turn's end takes `held` for a moment. No other thread takes `lasts`:
+    it is locked if and only if the turn lasts.
     """
 
     __slots__ = ("before", "gate", "held", "lasts", "outer")
@@ -44,12 +44,12 @@ class _Turn:
         self.outer: _Turn | None = None  # the thread's turn in which this one was begun
         self.held = threading.Lock()
         self.lasts = threading.Lock()
-        # While it has not begun, and where it is given up: who waits for it then waits for that.
+        # Set until the turn begins, and kept if it is given up: its waiters then wait for `before`.
         self.before: _Turn | None = None
 
 
 class CallGate:
-    """What runs in it runs one thread at a time; the others wait in order of arrival.
+    """Runs functions of one thread at a time; the other threads wait in order of arrival.
 
     Each turn waits for the end of the turn that came before it, so the order is fair and needs no
     list. Waiting has no deadline of its own: it ends with the calls before, whose waits have one.
@@ -64,19 +64,19 @@ class CallGate:
         self._rank = rank
         self._mutex = threading.Lock()  # for an exchange of two words, in which nothing else runs
         self._last: _Turn | None = None
-        self._turn: _Turn | None = None  # of the thread inside
+        self._turn: _Turn | None = None  # the turn of the thread inside
         self._closed = False
         self._home = Home()
 
     def run(self, function: Callable[[], Value], *, within: bool = False) -> Value:
         """What `function` returns or raises, called inside.
 
-        `within`: the thread is inside another gate, and takes this one as part of that. Else it may
-        be in none: a handler or finalizer would wait for others, and they for what it interrupted.
+        `within`: the thread is inside another gate, and takes this one as part of that. Otherwise
+        it must not be in any: a handler or finalizer would wait for other threads, and these for
+        what it interrupted.
 
-        The next one is let in whatever a signal's handler raises, and wherever. The interpreter
-        itself releases the locks of the turn: the exit of a context manager in Python would be code
-        that a signal can keep from beginning.
+        The next thread is let in whatever a signal's handler raises, and wherever. The interpreter
+        itself releases the locks: a signal could keep the exit of a Python manager from beginning.
         """
         self.require_open()
         outer = _lasting()
@@ -101,8 +101,8 @@ class CallGate:
 
     @property
     def held_here(self) -> bool:
-        """Whether the thread that asks is inside, or waits: a finalizer or a signal's handler asks
-        in the middle of that, too.
+        """Whether the calling thread is inside, or waits; a finalizer or a signal's handler may ask
+        in the middle of either.
         """
         turn = _lasting()
         while turn is not None and turn.gate is not self:
@@ -122,7 +122,7 @@ class CallGate:
     def _begin(self, turn: _Turn) -> None:
         """Waits for the end of all turns that came before this one, whose locks are held."""
         turn.outer = _lasting()
-        _turns.last = turn  # what begins in this thread from now on would wait for us
+        _turns.last = turn  # what begins in this thread from now on would wait for this turn
         with self._mutex:
             turn.before, self._last = self._last, turn
         before = turn.before
@@ -143,11 +143,11 @@ class CallGate:
             self._refuse()
 
     def close(self) -> None:
-        """Nobody comes in any more; who is inside stays there."""
+        """Lets no thread in any more; a thread that is inside stays there."""
         self._closed = True
 
     def wait_until_left(self, seconds: float) -> bool:
-        """Whether all have left a closed gate within so many seconds."""
+        """Whether all threads have left a closed gate within `seconds`."""
         ends = time.monotonic() + seconds
         while self.busy:
             if time.monotonic() >= ends:
@@ -166,7 +166,7 @@ class CallGate:
 
 
 def _lasting() -> _Turn | None:
-    """This thread's innermost turn that lasts. A parent's, of which a fork has a copy, is none."""
+    """This thread's innermost turn that lasts. A turn copied from the parent by a fork is none."""
     turn = _turns.last
     while turn is not None and not (turn.lasts.locked() and turn.gate._home.here):
         turn = turn.outer
@@ -174,9 +174,9 @@ def _lasting() -> _Turn | None:
 
 
 def stop_at_the_end() -> None:
-    """Where the program ends, the thread stands still, unless others wait for it to leave a gate.
+    """Stops this thread where the program ends, unless others wait for it to leave a gate.
 
-    Threads that come to a closed gate or leave any do so, and those that make or end worlds.
+    Threads call it when they come to a closed gate, leave any gate, or make or end a world.
     """
     if _lasting() is None and program_end.begun:
         program_end.stand_still()

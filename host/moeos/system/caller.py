@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls functions on a thread of its own, so that one which does not return can be given up.
 
-It knows nothing of what the functions do.
+Must not depend on what the functions do.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PATIENCE = 15.0
 class Caller:
     """A thread that calls functions, one after the other.
 
-    Raises `OSError` if the thread cannot be started; `who` starts it there, like "rank 1 of 4".
+    Raises `OSError` if the thread cannot be started, naming `who`, such as "rank 1 of 4".
     """
 
     def __init__(self, name: str, who: str = "") -> None:
@@ -62,7 +62,7 @@ class Caller:
         self._calls.put(call)
         ends = None if seconds is None else time.monotonic() + seconds
         try:
-            # By looks: a signal that comes just before a wait begins does not end that wait.
+            # It polls: a signal that comes just before a wait begins does not end that wait.
             while not future.done() and (ends is None or time.monotonic() < ends):
                 left = _LOOK if ends is None else min(_LOOK, max(0.0, ends - time.monotonic()))
                 concurrent.futures.wait([future], left)
@@ -74,7 +74,7 @@ class Caller:
 
     def close(self, last: Callable[[], None] | None = None) -> None:
         """Ends the thread when it has called what was asked for before, and `last`, which raises
-        nothing. Nobody waits for that but the program's end.
+        nothing. Only the program's end waits for that.
         """
         self._closed = True
         if last is not None:
@@ -94,12 +94,12 @@ _given_up: set[Caller] = set()
 
 @atexit.register
 def _let_return() -> None:
-    """Before the interpreter ends: a thread that comes back then from code of others is ended
-    where it is, and where that is C++ the process ends by SIGABRT.
+    """Runs before the interpreter ends: a thread that then returns from foreign code is ended where
+    it is, and if that is C++ the process ends by SIGABRT.
 
-    The thread of one that is closed ends, with what it has not begun yet. Of the others, who was
-    given up and has come back stays in `_work`; the rest may call what is asked for behind this.
-    Who has not come back within the patience is left.
+    The thread of a closed caller ends once it has made the calls that it still owes. A caller that
+    was given up and whose function has returned stays in `_work`; the other callers may make the
+    calls that are asked for after this. A thread that has not returned within the patience is left.
     """
     ends = time.monotonic() + _PATIENCE
     for one in _callers.valuerefs():
@@ -122,7 +122,7 @@ def interruptibly(wait: Callable[[], None]) -> None:
     """Makes a wait that sees no signal see them, in the main thread; elsewhere none would come.
 
     Raises what `wait` raises, and what a signal's handler does: then the wait goes on by itself,
-    and the next one begins behind it.
+    and the next one begins after it.
     """
     global _waiter
     if threading.current_thread() is not threading.main_thread():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hides functions from Dynamo, the tracer of `torch.compile`, and does not import it.
 
-Its import takes seconds, and on a full machine longer than peers wait. These functions run amid
-calls. So who has not compiled anything never imports it here. May know PyTorch alone.
+Its import takes seconds, and on a full machine longer than peers wait. These functions run during
+calls. So a program that compiles nothing never imports it here. Must depend on PyTorch alone.
 """
 
 from __future__ import annotations

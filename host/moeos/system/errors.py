@@ -3,7 +3,7 @@
 
 Every other bad argument raises ValueError or TypeError.
 
-This file knows nothing of what raises them.
+Must not depend on what raises them.
 """
 
 import contextlib
@@ -41,15 +41,15 @@ class RankError(Exception):
 
 
 def tell_rank(error: BaseException, rank: str) -> None:
-    """Makes what Python prints of an error begin with who raised it, such as "rank 1 of 2"."""
-    if not isinstance(error, Exception):  # such as SystemExit, of which Python prints nothing
+    """Makes what Python prints of an error begin with its origin, such as "rank 1 of 2"."""
+    if not isinstance(error, Exception):  # such as SystemExit, for which Python prints nothing
         return
     chain: list[BaseException] = [error]
     while (before := _before(chain[-1])) is not None and before not in chain:
         chain.append(before)
     if any(isinstance(one, RankError) for one in chain):
         return
-    with contextlib.suppress(Exception):  # of a class that takes no attributes
+    with contextlib.suppress(Exception):  # its class may take no attributes
         chain[-1].__cause__ = RankError(f"{rank}: {said(error).splitlines()[0]}")
 
 

@@ -3,7 +3,7 @@
 And replaces what a file holds in one step, but no device, pipe or link, and says where this user's
 cache is.
 
-It knows how a file is opened and how TOML is read, and nothing of what a file means.
+It knows how a file is opened and how TOML is read. Must not depend on what a file means.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def read_json(path: str | Path) -> dict[str, Any]:
 
 
 def replace(path: str | Path, content: bytes | str) -> None:
-    """Puts bytes, or a text in UTF-8, into a file in one step: whoever reads it, or has mapped it,
-    finds the old or the new, whole.
+    """Puts bytes, or a text in UTF-8, into a file in one step: a process that reads it, or has
+    mapped it, finds the whole old content or the whole new one.
 
     A link is followed. What is no regular file, such as a pipe or a device, is written as it is. A
     new file has the mode that the umask leaves, and one that was there keeps its own.
@@ -145,7 +145,7 @@ def replace(path: str | Path, content: bytes | str) -> None:
             _replace_file(Path(os.path.realpath(path)), content, mode)
         else:
             Path(path).write_bytes(content)
-    except OSError as error:  # of a full disk it names none, and of another name no other's
+    except OSError as error:  # it may name no file (full disk), or the temporary one
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps or notes what the handlers of signals raise amid a piece of work.
+"""Keeps or notes what the handlers of signals raise during a piece of work.
 
-It knows nothing of what the work is.
+Must not depend on what the work is.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class HeldSignals:
                     if callable(handler):  # not the default action, and not one of C
                         self._handlers[number] = handler
                         signal.signal(number, self._handle)
-            except BaseException:  # of a handler that is not held yet
+            except BaseException:  # raised by a handler that is not held yet
                 self._release()
                 raise
         return self
@@ -56,7 +56,7 @@ class HeldSignals:
         self._come_out()
 
     def _come_out(self) -> None:
-        """What was kept is raised."""
+        """Raises what was kept."""
         if self.raised is not None:
             raise self.raised
 
@@ -83,7 +83,7 @@ class HeldSignals:
 
 
 class NotedSignals(HeldSignals):
-    """The same, but handlers raise when their signals come: `raised` tells that from other errors.
+    """Lets handlers raise when their signals come: `raised` separates that from other errors.
 
     Attributes:
         raised: what the last handler to raise has raised, or None.
@@ -94,4 +94,4 @@ class NotedSignals(HeldSignals):
         raise error
 
     def _come_out(self) -> None:
-        """It has been raised."""
+        """Does nothing: the error has been raised."""

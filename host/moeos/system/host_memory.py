@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory this process can still have: of the machine, its control groups and its limits.
+"""The memory that this process can still have, by its machine, control groups and limits.
 
-The only file that reads them. It knows nothing of what the memory is for.
+The only file that reads them. Must not depend on what the memory is for.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def total(proc: Path = _PROC) -> int:
 
 
 def available(proc: Path = _PROC, groups: Path = _GROUPS) -> int:
-    """Bytes that this process can have before the system takes them from somebody.
+    """Bytes that this process can have before the system takes them from another.
 
     The least of what the machine has available and of what each control group above the process
     (cgroup version 2, or version 1's memory controller) leaves of its limit; pages of files that
@@ -32,7 +32,7 @@ def available(proc: Path = _PROC, groups: Path = _GROUPS) -> int:
 
 
 def limits() -> str:
-    """What this process may map at most, as an error says it."""
+    """The limits on what this process may map, as an error says them."""
     space, _ = resource.getrlimit(resource.RLIMIT_AS)
     data, _ = resource.getrlimit(resource.RLIMIT_DATA)
     said = f"RLIMIT_AS (ulimit -v), bytes of addresses: {number(space)}"
@@ -42,7 +42,7 @@ def limits() -> str:
 
 
 def refused(error: Exception, who: str, what: str) -> OSError | None:
-    """The error of who was refused memory, like "rank 1 of 4", with the limits.
+    """The error for `who`, such as "rank 1 of 4", that was refused memory, with the limits.
 
     None if `error` says something else. `what` needs the memory.
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refuses, when it is imported, an interpreter in which PyTorch or the twin would crash or race.
 
-It is the first that the package imports, and needs nothing of it but a compiled module, which
-refuses to be made twice.
+The package imports it first. It needs nothing of the package but a compiled module, which refuses
+to be made twice.
 """
 
 from __future__ import annotations

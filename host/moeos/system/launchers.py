@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How this process was started: what a launcher's environment variables say.
 
-The only file that reads them. It knows nothing of worlds, nor of how ranks meet.
+The only file that reads them. Must not depend on worlds, nor on how ranks meet.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 
 MAX_RANKS = 1 << 20
 
-_MAX_DIGITS = 20  # of a variable: Python refuses to read thousands, in words of its own
+_MAX_DIGITS = 20  # a variable has no more: Python refuses thousands, in words of its own
 _FIRST_PORT, _PORTS = 20_000, 10_000  # below the ports that Linux hands out by itself
 _JOBS_OF_MPIRUN = ("PMIX_NAMESPACE", "PMI_JOBID")
 _RANKS_HERE_OF_MPIRUN = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
@@ -30,7 +30,7 @@ class Launch:
         rank, size: as the launcher says; None where only MPI knows.
         host, port: of the store; no host where the ranks meet otherwise.
         serve: whether this rank holds the store at that address.
-        job: what tells the ranks of this start from others at the same store or host.
+        job: distinguishes the ranks of this start from others at the same store or host.
         here: how many of the ranks are on this host, where the launcher says so.
     """
 

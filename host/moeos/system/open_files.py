@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many files this process may still open, for what would end it where it gets none.
+"""How many files this process may still open, for code that would end it where it gets none.
 
-The only file that reads it. It knows nothing of what the files are for.
+The only file that reads the limit. Must not depend on what the files are for.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import resource
 
 
 def require(needed: int, who: str, what: str) -> None:
-    """Raises `OSError`, which names the limit, where so many files cannot be opened. `who` opens
-    them, like "rank 1 of 4", and `what` is what needs them.
+    """Raises `OSError`, which names the limit, where `needed` files cannot be opened. `who`, such
+    as "rank 1 of 4", opens them for `what`.
     """
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most == resource.RLIM_INFINITY:
@@ -22,7 +22,7 @@ def require(needed: int, who: str, what: str) -> None:
         left = most - len(os.listdir("/proc/self/fd")) + 1  # one is of the list itself
     except OSError as error:
         if error.errno != errno.EMFILE:
-            return  # nobody tells
+            return  # the number cannot be read
         left = 0
     if left < needed:
         raise OSError(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def boot() -> str:
-    """What tells this host from others, as long as it runs."""
+    """An identifier of this host, as long as it runs."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:  # a sandbox may not show it
@@ -17,7 +17,7 @@ def boot() -> str:
 
 
 def place() -> tuple[str, int]:
-    """What processes that can reach each other's sockets have in common: host and network.
+    """An identifier that processes share if they can reach each other's sockets: host and network.
 
     Two containers of one host mostly have networks of their own, and are two places.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which process a thing belongs to: what a fork has copied is not the child's to use or to end.
+"""Which process an object belongs to: a child must not use or end what a fork has copied.
 
 A child has the memory of its parent and one thread. Locks may be held there by threads that it does
 not have, and memory, sockets and MPI are shared with the parent, which goes on.
@@ -35,7 +35,7 @@ class Home:
 
     @property
     def here(self) -> bool:
-        """Whether this is that process, and not a child that a fork has made of it."""
+        """Whether this is that process, and not a forked child of it."""
         return self._process == _here
 
     def require(self, what: str) -> None:
@@ -53,7 +53,7 @@ _settled = False
 
 
 def settle() -> None:
-    """Makes torch usable in a child, where a world is to be made: once, and nothing elsewhere.
+    """Makes torch usable in a child that is to make a world: once, and nothing elsewhere.
 
     A loop that torch divides among OpenMP's threads never ends in a child whose parent has done so
     before: it waits for the parent's threads. One thread waits for none.
@@ -68,7 +68,7 @@ _kept: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def keep_in_children(thing: object) -> None:
-    """Has a child never end `thing`, not even when the child exits: its end would wait for a thread
+    """Keeps a child from ending `thing`, even when the child exits: that would wait for a thread
     that only the parent has.
     """
     _kept.add(thing)

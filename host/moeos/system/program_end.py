@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The end of the program: threads that come by here from then on stand still.
 
-While it ends, the interpreter ends daemon threads where they next ask for its lock. Amid C++ code
-that aborts the process. So they had better wait elsewhere: without the lock, in code of Python.
-This file knows threads, and nothing of what they do.
+While it ends, the interpreter ends daemon threads where they next ask for its lock. Inside C++ code
+that aborts the process. So they had better wait elsewhere: without the lock, in Python code.
+Must not depend on what threads do.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import time
 
 _LOOK = 0.001  # seconds from one look at what threads do to the next
 _STILL = 0.05  # seconds in which a thread that goes on at all is seen elsewhere
-_PATIENCE = 1.0  # seconds in which threads that go on come to a wait of ours
+_PATIENCE = 1.0  # seconds in which threads that go on reach a wait of moeos
 
 begun = False
-"""Whether the program ends: a name and no function, for each call of a layer looks at it."""
+"""Whether the program ends. A variable and not a function: each call of a layer reads it."""
 _known: set[int] = set()  # threads that have come by, and may again
 _standing: set[int] = set()
 
@@ -30,7 +30,7 @@ class Visitor(threading.local):
 
 
 def begin() -> None:
-    """The program ends."""
+    """Notes that the program ends."""
     global begun
     begun = True
 
@@ -60,7 +60,7 @@ def let_come() -> None:
 
 
 def _elsewhere() -> dict[int, tuple[int, int]]:
-    """Where the threads are that have come by and do not stand still."""
+    """The positions of the threads that have come by and do not stand still."""
     asks = threading.get_ident()
     return {
         thread: (id(frame), frame.f_lasti)

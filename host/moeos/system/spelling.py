@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The nearest right word for one that is wrong.
 
-This file knows nothing of whose words they are.
+Must not depend on where the words come from.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def nearest(word: str, allowed: Iterable[str]) -> str:
 
 
 def told_nearest(what: str) -> Callable[[Function], Function]:
-    """Has a function say which argument is nearest to one that it does not have, where Python does
-    so from 3.13 on. `what`: whose arguments they are, in the error.
+    """Makes a function's error for an unknown argument name the nearest one, as Python does from
+    3.13 on. `what`: the owner of the arguments, in the error.
     """
 
     def decorate(function: Function) -> Function:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a tensor is memory that a kernel can read at its address.
 
-Not all are: of some the shape says nothing of memory (sparse and nested ones), some stand for the
-negative of what lies there, and some have no memory, or less than their shape needs. This file
-knows nothing of calls.
+Not all are: the shapes of sparse and nested tensors say nothing of memory, some tensors stand for
+the negative of what lies there, and some have no memory, or less than their shape needs. Must not
+depend on calls.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def refuse_proxy(value: object) -> None:
 def without_laziness(tensor: Tensor) -> Tensor:
     """The tensor, or a copy whose memory holds what the tensor stands for.
 
-    Compiled code passes tensors through an operator, which makes such copies by itself. It is asked
-    of the code that runs, as another thread may be compiling.
+    Compiled code passes tensors through an operator, which makes such copies by itself. The running
+    code is asked whether it is compiled, as another thread may be compiling.
     """
     if is_dynamo_compiling():
         return tensor
@@ -121,7 +121,7 @@ def sharer(written: Tensor, others: Iterable[tuple[str, Tensor | None]]) -> str 
 
 
 def extent(tensor: Tensor) -> int:
-    """Bytes from its first element's first to behind its last one's; it is not empty."""
+    """Bytes from the start of its first element to the end of its last one; it is not empty."""
     if tensor.is_contiguous():
         return tensor.numel() * tensor.element_size()  # which compiled code may ask, too
     steps = zip(tensor.shape, tensor.stride(), strict=True)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What keeps a process from starting a thread, as an error that names the limits.
+"""The error for a thread that cannot be started, which names the limits.
 
-It knows nothing of what threads do.
+Must not depend on what threads do.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _GROUPS = Path("/sys/fs/cgroup")
 
 
 def no_thread(what: str, remedy: str) -> OSError:
-    """The error of who was refused a thread; `what` names it, like "rank 1, thread 3 of 4"."""
+    """The error for a thread that was refused; `what` names it, like "rank 1, thread 3 of 4"."""
     return OSError(
         errno.EAGAIN,
         f"{what} cannot be started. {_limits()}. Raise the limit that is reached, or {remedy}",
@@ -38,7 +38,7 @@ def _limits() -> str:
 
 
 def _groups() -> Iterator[tuple[str, str]]:
-    """Of this process's control groups those that limit the number of its threads."""
+    """The control groups of this process that limit the number of its threads."""
     try:
         lines = _OWN_GROUPS.read_text().splitlines()
     except OSError:

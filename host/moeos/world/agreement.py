@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all ranks must mean alike before they make a layer together. Collective.
+"""What all ranks must agree on before they make a layer together. Collective.
 
-It knows configs and the control plane, and nothing of weights or engines.
+Must not depend on weights or engines: it knows configs and the control plane.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moeos.system.errors import ConfigMismatch, PeerTimeout, said
 from moeos.world.control import ControlPlane
 from moeos.world.world import World
 
-_MAX_TOLD = 2000  # characters of a rank's error that the others are told
+_MAX_TOLD = 2000  # characters of a rank's error that the others get
 
 
 def require_config(cfg: object) -> None:
@@ -101,7 +101,7 @@ def require_on_all(
 
 
 class Admission(NamedTuple):
-    """What a rank says of the workspace that a new layer is to share.
+    """A rank's view of the workspace that a new layer is to share.
 
     Attributes:
         number: of the workspace, in the order in which those of its world are made.
@@ -120,10 +120,10 @@ class Admission(NamedTuple):
 
 
 def agree_workspace(world: World, mine: Admission) -> Admission:
-    """What holds of the workspace on any rank. Collective.
+    """The views of all ranks, combined. Collective.
 
-    Raises alike on all ranks: `ConfigMismatch` where they mean different ones, and `RuntimeError`
-    for one that is closed.
+    Raises alike on all ranks: `ConfigMismatch` where they mean different workspaces, and
+    `RuntimeError` for a closed one.
     """
     told = world.control.allgather(mine, "the comparison of the ranks' workspaces")
     for rank, other in enumerate(told):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-reduces behind the calls of a workspace, among ranks with slices of the same experts; and
+"""All-reduces after the calls of a workspace, among ranks with slices of the same experts; and
 those of hosts elsewhere.
 
 On hosts gloo makes them, over connections of their own. On GPUs a process group of
-torch.distributed does. It knows stores and process groups, and nothing of worlds or of layers.
+torch.distributed does. Must not depend on worlds or layers.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ if TYPE_CHECKING:
     )
 
 _LOOK = 0.1  # seconds from one look at an all-reduce that is under way to the next
-_BEYOND = 5.0  # seconds that gloo waits longer, so that it is named here who did not come
+_BEYOND = 5.0  # seconds that gloo waits longer, so that the error of here names missing ranks
 _ROLL_CALL = 2.0  # seconds in which ranks that wait have said so
 
 Value = TypeVar("Value")
 
 
 class AllReduce(Protocol):
-    """Those of one workspace: its calls come in one order, and so do they."""
+    """The all-reduces of one workspace: they come in the order of its calls."""
 
     def begin(self) -> None:
         """A call begins that will be added up. A call that does not come to its end is void: what
-        its peers have sent would be taken for a later call's. So none is added up behind it.
+        its peers have sent would be taken for a later call's. So no call is added up after it.
         """
 
     def add_up(self, out: Tensor, look: Callable[[], None]) -> None:
@@ -56,27 +56,27 @@ class AllReduce(Protocol):
         """
 
     def renew(self) -> None:
-        """Nothing of calls before this is met by those behind it. Alike on all ranks, between two
+        """Separates the calls before this from those after it. Alike on all ranks, between two
         barriers.
         """
 
     def end(self) -> None:
-        """Gives connections and threads back. Waits for nobody."""
+        """Gives connections and threads back. Does not wait for any rank."""
 
 
 class OfHosts:
-    """By gloo. See `AllReduce`.
+    """All-reduces by gloo. See `AllReduce`.
 
     Each life, from one `renew` to the next, has connections of its own, which its first call makes.
-    So what a failed call has left under way meets nobody.
+    So what a failed call has left under way reaches no later call.
 
-    gloo does not tell which rank has broken an all-reduce. So a rank that waits longer than a look
-    says so in the store, once. One that gives up names the ranks that have not said so.
+    gloo does not say which rank has broken an all-reduce. So a rank that waits longer than a look
+    notes that in the store, once. A rank that gives up names the ranks without such a note.
 
     Args:
         store: where the ranks meet; all keys in it are this object's.
-        waits: where they say that they wait, likewise. By another connection: who waits for a
-            rank in a store keeps its connection meanwhile.
+        waits: where they say that they wait, likewise. By another connection: a rank that waits in
+            a store keeps its connection meanwhile.
         place: which of `ranks` is this one.
         ranks: those that add up, by the numbers that errors have for them.
         deadline: seconds that one all-reduce may take, with its connections.
@@ -104,7 +104,7 @@ class OfHosts:
         self._life = 0
         self._gloo: ProcessGroupGloo | None = None
         self._unfinished = 0  # calls of this life that have begun and not ended
-        self._number = 0  # of this life's last all-reduce
+        self._number = 0  # the number of this life's last all-reduce
         self._said = 0  # the last one in which this rank has said that it waits
 
     def begin(self) -> None:
@@ -120,7 +120,7 @@ class OfHosts:
         self._unfinished = 0
 
     def sums(self, of: Tensor, look: Callable[[], None]) -> Tensor:
-        """The same as a tensor of its own. What is given up may still be written to later."""
+        """The sums in a new tensor: gloo may still write to it after this has given it up."""
         mine = of.clone(memory_format=torch.contiguous_format)
         if mine.numel() == 0:
             return mine
@@ -173,7 +173,7 @@ class OfHosts:
         self._gloo = found
 
     def _wait(self, mine: Tensor, ends: float, look: Callable[[], None]) -> None:
-        """In steps: gloo sees no signal, nor what the peers' calls have failed with."""
+        """Waits in steps: gloo sees neither signals nor failures of the peers' calls."""
         assert self._gloo is not None  # and no name here, which an error's traceback would keep
         work: Work = self._gloo.allreduce([mine])  # type: ignore[attr-defined]
         with NotedSignals() as signals:  # a handler's error may be of the kind that gloo's are
@@ -182,9 +182,9 @@ class OfHosts:
                 if left <= 0:
                     raise self._failed(self._missing())
                 try:
-                    # Of no milliseconds it would make no step, but wait to the end.
+                    # With no milliseconds it would wait to the end.
                     work.wait(datetime.timedelta(seconds=max(min(left, _LOOK), 1e-3)))
-                except RuntimeError as error:  # of a step that has passed
+                except RuntimeError as error:  # the step's time has passed
                     if error is signals.raised:
                         raise
                 if not work.is_completed():
@@ -233,7 +233,7 @@ class OfHosts:
         return f"{who} did not come (stuck, in another call, or ended: then start all ranks again)"
 
     def _ask(self, question: Callable[[], Value], seconds: float) -> Value | None:
-        """The store's answer; None if it is gone, or gives none in so many seconds."""
+        """The store's answer; None if it is gone, or gives none in time."""
 
         def ask() -> Value | None:
             with contextlib.suppress(RuntimeError):
@@ -261,11 +261,11 @@ class OfHosts:
 
 
 class OfDevices:
-    """By NCCL: it is launched behind the kernel, and nothing is waited for here. See `AllReduce`.
+    """All-reduces by NCCL, launched after the kernel; nothing waits here. See `AllReduce`.
 
-    A rank that does not come is for NCCL's own timeout. So is a call that was left behind its
-    kernel, whose peers' next kernels wait behind their all-reduce. Graphs may have captured the
-    group, which stays through a reset.
+    NCCL's own timeout ends the wait for a rank that does not come, and for one that left its call
+    after the kernel: its peers' next kernels wait for their all-reduce. Graphs may have captured
+    the group, so it stays through a reset.
     """
 
     def __init__(self, group: ProcessGroup, rank: int) -> None:

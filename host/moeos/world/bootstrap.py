@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds out who the ranks of a world are, and makes it: a launcher's, a group's or a store's.
+"""Finds the ranks of a world, by a launcher, a group or a store, and makes the world.
 
-It knows nothing of layers or heaps.
+Must not depend on layers or heaps.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 BACKENDS = ("auto", "twin", "cuda")
-"""What `init` and `virtual.run` take as a backend."""
+"""The backends that `init` and `virtual.run` take."""
 
 DEFAULT_TWIN = TwinOptions()
 DEFAULT_DEADLINE = 30.0
@@ -83,9 +83,9 @@ def init(
             every call.
         twin: how the twin uses this machine.
         ranks_per_node: None finds out which peers' memory can be written directly. A number makes
-            nodes of so many consecutive ranks, and reaches ranks of other nodes by puts even where
-            there is a direct way, on the twin and on the GPU: 1 for all peers. It is there to test
-            that path on one host; it changes no result.
+            nodes of that many consecutive ranks, and reaches ranks of other nodes by puts even
+            where there is a direct way, on the twin and on the GPU: 1 for all peers. It is there to
+            test that path on one host; it changes no result.
         trace_events: events that each actor notes of a call, at most, for `MoELayer.trace`; 0 notes
             none, and compiles nothing of it into the kernel. A part of a task is an event.
         faults: what is to go wrong, for tests (`moeos.faults`); None for what the file says that
@@ -136,7 +136,7 @@ def init(
 
 @dataclasses.dataclass(frozen=True)
 class _Arguments:
-    """Those of `init` that do not say who the ranks are, as `init` has them."""
+    """The arguments of `init` that do not say which processes are the ranks, as `init` has them."""
 
     backend: Backend
     deadline: float
@@ -167,7 +167,7 @@ class _Arguments:
         return cls(chosen, deadline, twin, ranks_per_node, trace_events, plan, given)
 
     def same_on_all(self) -> dict[str, str]:
-        """What must not differ between the ranks, by name."""
+        """The values that must not differ between the ranks, by name."""
         return {
             "the version of moeos": importlib.metadata.version("moeos"),
             "backend": repr(self.backend),
@@ -214,7 +214,7 @@ def rates_on(backend: Backend, device: torch.device | None) -> DeviceRates:
 
     Raises `OSError` or `ValueError` as `moeos.partition.rates.rates_of` does.
     """
-    if backend == "twin" or not torch.cuda.is_available():  # of which the engine tells
+    if backend == "twin" or not torch.cuda.is_available():  # the engine reports a missing GPU
         return H200
     return rates_of(torch.cuda.get_device_name(device))
 
@@ -239,7 +239,7 @@ def require_same_rates(held: Sequence[DeviceRates]) -> None:
 def _default_device(
     group: ProcessGroup | DeviceMesh | None, *, launched: bool
 ) -> torch.device | None:
-    """This rank's GPU where none is given; None where there is none, of which the engine tells.
+    """This rank's GPU where none is given; None where there is none, which the engine reports.
 
     Raises `RuntimeError` if this host has fewer GPUs than ranks.
     """
@@ -298,9 +298,9 @@ def _raise_on_all(control: ControlPlane, problem: Exception | None) -> None:
 
 
 def _default_group(environment: Mapping[str, str]) -> ProcessGroup | None:
-    """That of torch.distributed, where it is there and no launcher tells this process's place.
+    """The default group of torch.distributed, if there is one and no launcher says the place.
 
-    Raises `ValueError` where a launcher tells another place.
+    Raises `ValueError` where a launcher says another place.
     """
     here = process_group_place()
     if here is None:
@@ -350,7 +350,7 @@ def _join(
 
 
 def _check_place(rank: int | None, size: int | None, store: Store | None) -> tuple[int, int]:
-    """Raises `TypeError` or `ValueError` unless all three tell a rank's place."""
+    """Raises `TypeError` or `ValueError` unless all three define a rank's place."""
     from torch.distributed import Store  # type: ignore[attr-defined]
 
     for name, value in (("rank", rank), ("size", size), ("store", store)):

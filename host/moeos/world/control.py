@@ -4,8 +4,8 @@
 It is used when a world, a heap or a layer is made and when it is closed, never in a forward call.
 Every wait has a deadline, and its error names the ranks that did not arrive. There is one way
 between processes, a store of torch.distributed. Virtual ranks have their own: they hand each other
-objects, such as memory and events, and a store holds bytes. This file knows nothing of heaps,
-layers or launchers, nor where a store comes from.
+objects, such as memory and events, and a store holds bytes. Must not depend on heaps, layers,
+launchers, or where a store comes from.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_PAYLOAD_BYTES = 1 << 20
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 50e-6, 2e-3  # seconds between two looks at what has arrived
 _GRACE = 5.0  # seconds that a rank which leaves waits for peers that should be leaving as well
-_MAX_REASON = 2000  # characters of an abort's reason that the peers are told
+_MAX_REASON = 2000  # characters of an abort's reason that the peers get
 _ASIDE_REMEDY = "All ranks may call world.reset() and go on"
 REMEDY = (
     "Ranks of this world agree on nothing any more: close it on all of them, and make it and its "
@@ -42,7 +42,7 @@ REMEDY = (
 
 
 class _Post(NamedTuple):
-    """What a rank offers in one exchange: the exchange's name, and its value."""
+    """A rank's offer in one exchange: the exchange's name, and the rank's value."""
 
     what: str
     value: object
@@ -82,18 +82,18 @@ class ControlPlane(Protocol):
         """Returns when all ranks have called it; waits and raises as `allgather` does."""
 
     def abort(self, reason: str) -> None:
-        """Ends the waits of all ranks with a `PeerTimeout` that tells the reason."""
+        """Ends the waits of all ranks with a `PeerTimeout` that names the reason."""
 
     def look(self, what: str) -> None:
-        """Raises `PeerTimeout` where a rank has given up, for who waits for it by other means."""
+        """Raises `PeerTimeout` if a rank has given up; for code that waits by other means."""
 
     def aside(self, name: str) -> ControlPlane:
-        """A plane of the same ranks that fails by itself, while this one goes on; `name`: alike on
-        all ranks, and another one than before. Waits for nobody. It ends with this one.
+        """A plane of these ranks whose failure does not end this one. It ends with this one, and
+        making it waits for no rank. `name`: equal on all ranks, and not used before.
         """
 
     def store(self, name: str) -> Store:
-        """A store of these ranks' processes for who meets there by means of torch's own. Not where
+        """A store of these ranks' processes, for torch's own rendezvous. Not where
         `shares_memory`.
         """
 
@@ -149,8 +149,8 @@ def require_same(what: str, texts: Sequence[str]) -> None:
 
 
 def _require_one_name(names: Sequence[str]) -> None:
-    """Raises `ConfigMismatch` unless all ranks have begun the same: none may take what another says
-    of something else for an answer.
+    """Raises `ConfigMismatch` unless all ranks have begun exchanges of one name: a rank must not
+    take another's value in a different exchange for an answer.
     """
     for rank, name in enumerate(names):
         if name != names[0]:
@@ -289,8 +289,8 @@ class _PolledControl:
             told = text if self._remedy in text else f"{text}. {self._remedy}"
             raise PeerTimeout(told) from error.__cause__
         except BaseException as error:
-            # A signal's handler, say. The peers may be in the next exchange already, so this one
-            # cannot be made again: nobody may take a later one of theirs for it.
+            # A signal's handler, for example. Peers may be in the next exchange already, so this
+            # one cannot be repeated: it must not meet a later exchange of theirs.
             self.abort(f"{type(error).__name__} in {what}")
             raise
         _require_one_name(names)
@@ -299,7 +299,7 @@ class _PolledControl:
     def _wait(
         self, arrived: Callable[[int], bool], what: str, peers: Iterable[int], seconds: float
     ) -> None:
-        """Polls for so many seconds until `arrived(peer)` has been true once for each peer."""
+        """Polls, for `seconds` at most, until `arrived(peer)` has been true for each peer."""
         ends = time.monotonic() + seconds
         missing = list(peers)
         pause = _SHORTEST_PAUSE
@@ -324,9 +324,9 @@ class _PolledControl:
         raise PeerTimeout(message)
 
     def _gave_up(self, reason: str) -> str:
-        """Marks this rank as aborted; the sentence that its peers are told.
+        """Marks this rank as aborted; returns the sentence for its peers.
 
-        It is ASCII: a reason may hold what no encoding has, such as a file's name may be of.
+        It is ASCII: a reason may hold characters that no encoding has, such as a file's name.
         """
         told = reason[:_MAX_REASON].encode("ascii", "backslashreplace").decode()
         note = f"rank {self.rank} gave up: {told}{in_job([self.rank], self._job)}"
@@ -348,9 +348,8 @@ class _PolledControl:
 
 
 class _Board:
-    """What the virtual ranks of one process share: posts by (exchange, rank), and who gave up.
-
-    `asides`: of planes that fail by themselves, by name.
+    """What the virtual ranks of one process share: posts by (exchange, rank), and the sentence of a
+    rank that gave up. `asides`: the boards of `ControlPlane.aside` planes, by name.
     """
 
     def __init__(self) -> None:
@@ -362,7 +361,7 @@ class _Board:
 class ThreadControl(_PolledControl):
     """The control plane of one of several virtual ranks, which are threads of this process.
 
-    Made by `ThreadControl.group`. Values are passed by reference, so nobody may change them
+    Made by `ThreadControl.group`. Values are passed by reference, so no rank may change them
     afterwards.
     """
 
@@ -421,7 +420,7 @@ class _StoredControl(_PolledControl):
         if self._closed or not self._home.here:
             return
         note = self._gave_up(reason)
-        with contextlib.suppress(PeerTimeout):  # a store that is gone tells the peers as much
+        with contextlib.suppress(PeerTimeout):  # if the store is gone, the peers see that
             if self._find_abort() is None:
                 self._ask(lambda: self._store.set("abort", note))
 
@@ -478,7 +477,7 @@ class StoreControl(_StoredControl):
             of a world are deleted when its last rank closes it.
         where: what an error calls the store.
         serves: whether the store ends with this process. Then `close` waits for the peers.
-        job: what errors call the ranks beside their numbers, as of `moeos.system.errors.in_job`.
+        job: the ranks' numbers in the job, for errors, as in `moeos.system.errors.in_job`.
         remedy: what errors say of going on.
         begins: what errors call this start, where it is not a world's.
 
@@ -667,7 +666,7 @@ class StoreControl(_StoredControl):
 
 
 class _StoreAside(_StoredControl):
-    """See `ControlPlane.aside`: its keys lie below those of another one, by whose means it asks."""
+    """See `ControlPlane.aside`: its keys have a prefix in `above`'s store, which `above` asks."""
 
     def __init__(self, above: StoreControl, name: str) -> None:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -687,20 +686,20 @@ class _StoreAside(_StoredControl):
 
 
 def _count_of(store: Store, key: str) -> int:
-    """A store's counter; 0 of one that nobody has begun."""
+    """A store's counter; 0 if no rank has begun it."""
     return store.add(key, 0) if store.check([key]) else 0
 
 
 def _is_lost(error: Exception) -> bool:
-    """Whether a store has said so because nobody serves it any more."""
+    """Whether a store's error says that no process serves it any more."""
     from torch.distributed import DistNetworkError
 
     return isinstance(error, DistNetworkError)
 
 
 def _connection_of_its_own(store: Store) -> Store:
-    """The same keys by another connection, if `store` has one: another thread that waits in it,
-    as NCCL does, keeps it for itself meanwhile.
+    """`store` by another connection, if it can have one: a thread that waits in a store, as NCCL's
+    does, keeps the connection meanwhile.
     """
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 

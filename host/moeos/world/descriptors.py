@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hands descriptors of open files to peers on this host, over sockets.
 
-A descriptor that no path leads to, such as one of a GPU's memory, gets into another process by a
-message alone. It knows nothing of what the descriptors are of.
+A descriptor that no path leads to, such as one of a GPU's memory, gets into another process only
+by a message. Must not depend on what the descriptors are of.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MESSAGE_BYTES = 256
 
 
 def exchange(control: ControlPlane, descriptor: int) -> list[int | None]:
-    """[P] a descriptor of what each rank gives; None of ranks in other places. Collective.
+    """[P] a descriptor from each rank; None for ranks in other places. Collective.
 
     This rank's own is a duplicate. The caller closes them all.
 
@@ -29,12 +29,12 @@ def exchange(control: ControlPlane, descriptor: int) -> list[int | None]:
     does not expect, so an `OSError` here is none of the peers' making.
     """
     rank, size = control.rank, control.size
-    token = secrets.token_hex(16)  # who sends it has heard it from the control plane
+    token = secrets.token_hex(16)  # a sender that has it got it from the control plane
     received: list[int | None] = [None] * size
     with contextlib.ExitStack() as open_until_all_have_read:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         open_until_all_have_read.enter_context(listener)
-        name = f"\0moeos-{secrets.token_hex(16)}"  # of no file: it ends with the process
+        name = f"\0moeos-{secrets.token_hex(16)}"  # no file's name: it ends with the process
         listener.bind(name)
         listener.listen(size)
         offers = control.allgather((place(), name, token), "the sockets of the ranks")
@@ -62,7 +62,7 @@ def exchange(control: ControlPlane, descriptor: int) -> list[int | None]:
 
 
 def close(descriptors: list[int | None]) -> None:
-    """Closes those that there are."""
+    """Closes the descriptors that are not None."""
     for descriptor in descriptors:
         if descriptor is not None:
             os.close(descriptor)
@@ -85,5 +85,5 @@ def _receive(
         if word == token and descriptors and sender.isdecimal() and int(sender) in missing:
             missing.discard(int(sender))
             received[int(sender)] = descriptors.pop()
-        for other in descriptors:  # of a process that is no rank
+        for other in descriptors:  # sent by a process that is no rank
             os.close(other)

@@ -4,7 +4,7 @@
 A `FaultPlan` is given to `moeos.init` or `moeos.virtual.run`, or lies in the TOML file that the
 environment variable MOEOS_FAULTS names. Without one a world has none of this, and the GPU's kernel
 is another. This file reads plans, draws delays and packs what the device OS reads of a plan
-(runtime/memory/records.def); it knows nothing of engines, heaps or launchers.
+(runtime/memory/records.def). Must not depend on engines, heaps or launchers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Stage = Literal["start", "route", "combine", "product1", "product0", "dispatch",
 Distribution = Literal["constant", "uniform", "lognormal", "samples"]
 
 MOST_SECONDS = 86_400.0
-"""Of a delay, drawn ones included."""
+"""The longest delay, drawn or given."""
 MOST_FACTOR = 1e6
 MOST_SAMPLES = 100_000
 """Delays in a file of samples."""
@@ -57,7 +57,7 @@ class _Entry:
     """An entry of a plan: fields that are checked when it is made, and a table in TOML.
 
     Attributes:
-        TABLE: its name there.
+        TABLE: the table's name.
     """
 
     TABLE: ClassVar[str]
@@ -137,8 +137,8 @@ class Fault(_Entry):
 class SlowProcessor(_Entry):
     """A processor whose every part takes `factor` times as long, and `seconds` more.
 
-    On the GPU it also begins no part before the one before is done: what others do of two parts at
-    once is what makes them fast.
+    On the GPU it also begins no part before the previous one is done; other processors overlap two
+    parts, which makes them fast.
     """
 
     TABLE: ClassVar[str] = "slow_processor"
@@ -159,8 +159,8 @@ class SlowProcessor(_Entry):
 class SlowLink(_Entry):
     """A link from a rank to a peer over which everything comes later: rows, results, their flags.
 
-    By `seconds`, and, where `bytes_per_second` is set, by the time that all rows so far take at
-    that rate. The processor waits before it begins what brings them.
+    They are late by `seconds`, and, where `bytes_per_second` is set, by the time that all rows so
+    far take at that rate. The processor waits before it begins the part that sends them.
     """
 
     TABLE: ClassVar[str] = "slow_link"
@@ -258,7 +258,7 @@ class StartDelay(_Entry):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FaultPlan:
-    """What goes wrong in a world; every rank is given the whole plan and does its own part.
+    """The faults of a world; every rank is given the whole plan and does its own part.
 
     Attributes:
         faults, slow_processors, slow_links, start_delays: at most 16 of each of the
@@ -396,7 +396,7 @@ class LayerFaults:
             time.sleep(min(seconds, MOST_SECONDS))
 
     def packed(self, *, again: bool = False) -> bytes:
-        """The bytes of `moeos::FaultPlan`; `again`: after a reset, when what happens once has."""
+        """The bytes of `moeos::FaultPlan`; `again`: after a reset, without what happens once."""
         holds = [] if again else self._holds
         word = 0 if self._executioner is None else self._executioner.address
         entries = {
@@ -414,7 +414,7 @@ class LayerFaults:
         return plan.tobytes()
 
     def close(self) -> None:
-        """Nobody is killed any more."""
+        """From now on this process is not killed."""
         if self._executioner is not None:
             self._executioner.close()
 
@@ -443,7 +443,7 @@ class _Executioner:
 
 
 def _of(entries: Iterable[Entry], rank: int, layer: int) -> list[Entry]:
-    """Those of one rank in one layer."""
+    """The entries of one rank in one layer."""
     return [entry for entry in entries if entry.of_layer(layer) and entry.rank in (None, rank)]
 
 

@@ -3,8 +3,8 @@
 
 Between processes each rank makes an anonymous shared-memory object (a memfd), which the others open
 through /proc. It has no name, so it ends with the last process that maps it, however that process
-ends. Between virtual ranks, threads of one process, plain memory does. This file knows nothing of
-what lies in a heap.
+ends. Between virtual ranks, threads of one process, plain memory is enough. Must not depend on what
+lies in a heap.
 """
 
 from __future__ import annotations

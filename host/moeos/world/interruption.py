@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks do together, and a signal comes to one of them: the others hear of it at once.
+"""Runs collective work so that, when a signal interrupts one rank, the others learn it at once.
 
-An error of the work itself is raised on all ranks, or told by an exchange. What a signal's handler
-raises is neither: it leaves the work wherever it was, of whatever kind the error is. This file
-knows control planes and signals, and nothing of the work.
+An error of the work itself is raised on all ranks, or reported by an exchange. What a signal's
+handler raises is neither: it leaves the work wherever it was, whatever the error's class. Must not
+depend on the work.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def told(
 ) -> Value:
     """What `do()` returns or raises. Collective, as `do` is; `what` names it to the other ranks.
 
-    Where a signal's handler raises amid it, the control plane is aborted, so that nobody waits for
-    this rank until the deadline. The same holds of all that is no `Exception`, such as what another
-    thread has this one raise. `known`: what it has kept, `do` has told the others by itself.
+    If a signal's handler raises in `do`, the control plane is aborted, so that no rank waits for
+    this one until the deadline. So it is after an error that is no `Exception`, such as one that
+    another thread has this one raise. `known`: what it has kept, `do` has already reported.
     """
     signals = NotedSignals()
     try:

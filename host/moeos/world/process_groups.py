@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process group of torch.distributed, or one dimension of a DeviceMesh, tells of a world.
+"""Reads a world's ranks and store from a process group, or from one dimension of a DeviceMesh.
 
-It knows nothing of what the world is for.
+Must not depend on what the world is for.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _no_member(what: str) -> str:
 def meet(member: Membership, deadline: float, device: torch.device | None) -> Meeting:
     """The store of a group. Collective over it where torch shows none.
 
-    Raises `PeerTimeout` if the group does not tell it within `deadline` seconds.
+    Raises `PeerTimeout` if the group does not give it within `deadline` seconds.
     """
     store = _store_of(member.group)
     if store is not None:
@@ -100,7 +100,7 @@ def _store_of(group: ProcessGroup) -> Store | None:
 
 
 def _broadcast_address(member: Membership, deadline: float, device: torch.device | None) -> Meeting:
-    """A store of the group's rank 0, which tells its address through the group."""
+    """A store of the group's rank 0, which sends its address through the group."""
     import torch.distributed as dist
 
     rank, size = member.rank, member.size
@@ -109,7 +109,7 @@ def _broadcast_address(member: Membership, deadline: float, device: torch.device
 
     def broadcast() -> None:
         if device is not None and device.type == "cuda":
-            torch.cuda.set_device(device)  # of this thread
+            torch.cuda.set_device(device)  # for this thread
         dist.broadcast_object_list(address, group=member.group, group_src=0)
 
     try:

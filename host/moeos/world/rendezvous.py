@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the ranks that a launcher has started come to one store of torch.distributed.
 
-They meet at an address, by the id of their job where all are on one host, or by MPI. This file
-reads no environment variable, and knows nothing of what the store is for.
+They meet at an address, by the id of their job where all are on one host, or by MPI. Must not
+depend on environment variables, nor on what the store is for.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Value = TypeVar("Value")
 
 _HERE = "127.0.0.1"
 _PAUSE = 5e-3  # seconds between two looks for rank 0
-_CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
+_CREDENTIALS = struct.Struct("3i")  # SO_PEERCRED's process, user, group
 _ADDRESS_BYTES = 512
-_FILES = 16  # of a rank, with what the layers of its world open; seen: 4
-_FILES_OF_STORE = 16  # of the process that holds it; seen: 11
+_FILES = 16  # that a rank opens, with the layers of its world; seen: 4
+_FILES_OF_STORE = 16  # that the process of a store opens; seen: 11
 _FILES_OF_PEER = 2  # there, connections of a rank
 
 # Stores that this process serves, by port or job, until it ends: a peer may be quick to come back.
@@ -82,9 +82,8 @@ def at_address(
 def on_this_host(rank: int, size: int, deadline: float, *, job: str) -> Meeting:
     """The store of rank 0 of a job whose ranks are all on this host, by the job's id.
 
-    Rank 0 tells the port to who connects to a socket in Linux's abstract namespace, whose name has
-    the job's id and this user's. The name ends with the process, however that ends, and two jobs
-    never meet.
+    Rank 0 sends the port over a socket in Linux's abstract namespace, whose name has the job's id
+    and this user's. The name ends with the process, however that ends, and two jobs never meet.
 
     Raises `PeerTimeout` if rank 0 does not come within `deadline` seconds, and `RuntimeError` if
     another process has its place.
@@ -165,12 +164,12 @@ def _require_files(rank: int, size: int, *, serves: bool) -> None:
 
 
 def announcement(store: TCPStore) -> str:
-    """What ranks on any host are told of a store that this process holds: host, port, boot."""
+    """Where ranks on any host find a store that this process holds: host, port, boot."""
     return f"{socket.gethostname()} {store.port} {boot()}"
 
 
 def at_announced(rank: int, size: int, deadline: float, announced: str) -> Meeting:
-    """The store that `announcement` tells of; raises `PeerTimeout` as `at_address` does."""
+    """The store of an `announcement`; raises `PeerTimeout` as `at_address` does."""
     host, port, its_boot = announced.split()
     host = _HERE if its_boot == boot() else host
     return at_address(rank, size, deadline, host=host, port=int(port), serve=False)
@@ -204,7 +203,7 @@ def _connect(host: str, port: int, serve: bool, deadline: float) -> TCPStore:
 
 
 def _serve_here(name: str, where: str, size: int, deadline: float) -> TCPStore:
-    """Rank 0's store, whose port a thread tells to whom it may."""
+    """Rank 0's store; a thread sends its port to processes of this user that ask at `name`."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(name)
@@ -217,7 +216,7 @@ def _serve_here(name: str, where: str, size: int, deadline: float) -> TCPStore:
     def tell() -> None:
         while True:
             connection, _ = listener.accept()
-            with connection, contextlib.suppress(OSError):  # who asks may be gone
+            with connection, contextlib.suppress(OSError):  # the peer may be gone
                 if _is_of_this_user(connection):
                     connection.sendall(str(store.port).encode())
 
@@ -251,10 +250,10 @@ def _is_of_this_user(connection: socket.socket) -> bool:
 
 
 def _start_mpi() -> None:
-    """Starts MPI, if nobody has, so that it is this process that ends MPI, and no child.
+    """Starts MPI, if it is not started, so that this process ends MPI, and no child does.
 
-    mpi4py ends MPI in a child as well, where MPI_Finalize waits for ever. So it would in a process
-    whose peer is stuck: one that an exception ends leaves without, and its launcher ends the job.
+    mpi4py ends MPI in a child as well, where MPI_Finalize waits for ever. It waits so in a process
+    whose peer is stuck: one that an exception ends skips it, and its launcher ends the job.
 
     Raises `RuntimeError` if mpi4py finds no MPI.
     """

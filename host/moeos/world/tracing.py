@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the actors of a rank did in a call, and when, as the device noted it
+"""The events of a rank's actors in a call, and their times, as the device noted them
 (runtime/record/trace.hpp).
 
-It knows nothing of files or pictures.
+Must not depend on files or pictures.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KINDS = tuple(_runtime.trace_kinds())
 """The parts of tasks, then the steps of the OS block's actors."""
 TASK_KINDS = tuple(_runtime.task_kinds())
 OS_ACTORS = ("scheduler", "counts", "arrivals", "returns")
-"""The actors behind the processors, in the order of their lists."""
+"""The actors after the processors, in the order of their lists."""
 
 MAX_EVENTS = 1 << 16
 """The most events that an actor can be asked to note of a call."""
@@ -36,8 +36,8 @@ class RankTrace:
     Attributes:
         rank: whose.
         events: of each actor, in the order in which they were noted: the processors, then
-            `OS_ACTORS`. Those of a processor's courier follow its own. Of dtype `EVENT`; times in
-            ns of a clock that all ranks of a host share.
+            `OS_ACTORS`. Events of a processor's courier follow its own. Their dtype is `EVENT`;
+            times are in ns of a clock that all ranks of a host share.
         dropped: [actor] events that found no room.
         received: int64 [P, X] rows that came from each rank for each local expert, which are sent
             in this order, `chunk_rows` at a time. X is the most experts of a rank: where this one
@@ -87,7 +87,7 @@ def read(
     couriers: int = 0,
     experts: tuple[int, ...] = (),
 ) -> RankTrace:
-    """A rank's trace out of its memory: counts [actors], events [actors, room] of `EVENT`; and
+    """A rank's trace from its memory: counts [actors], events [actors, room] of `EVENT`; and
     received, chunk_rows and experts as in `RankTrace`. Actors are the processors, as many couriers
     or none, and `OS_ACTORS`.
     """

@@ -2,7 +2,7 @@
 """Virtual ranks: several ranks as threads of one process.
 
 For tests of the protocol, fault injection and sanitizers; results are those of one process a rank.
-This file knows nothing of layers: a world ends its own calls.
+Must not depend on layers: a world ends its own calls.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ def run(
     threads are under `torch.no_grad` and `torch.inference_mode` where the caller is.
 
     The worlds are closed when all ranks have ended. If a rank raises, the others are made to leave
-    their waits and calls, and its error is raised here, with a note that names the rank: of several
-    the lowest rank's, but one that only follows from another (`PeerTimeout`) only where there is no
-    other kind. A signal whose handler raises, as Ctrl-C does, makes all ranks leave, and its error
-    is raised here when they have. Ranks that have to leave get the deadline and a few seconds to do
-    so; a thread that has not ended by then is left behind.
+    their waits and calls, and its error is raised here, with a note that names the rank. If several
+    raise, it is the lowest rank's error; an error that only follows from another (`PeerTimeout`)
+    counts only where there is no other kind. A signal whose handler raises, as Ctrl-C does, makes
+    all ranks leave, and its error is raised here when they have. Ranks that have to leave get the
+    deadline and a few seconds to do so; a thread that has not ended by then is left running.
 
     Args:
         ranks: 1 to 64.
@@ -140,8 +140,8 @@ class _RankThreads(Generic[Result]):
         self._must_end: float | None = None  # the time by which all threads should have ended
         self._in_fn: set[int] = set()  # ranks
         self._lost: set[int] = set()  # ranks that have been pushed, and have not noticed
-        # Not by Thread.is_alive: an exception that comes while it, or a join with a time limit, is
-        # at work leaves a thread that runs marked as ended.
+        # Thread.is_alive would not do: an exception during it, or during a join with a time limit,
+        # leaves a running thread marked as ended.
         self._running: set[int] = set()  # ranks
         self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()  # ranks
         self._threads = [
@@ -206,8 +206,8 @@ class _RankThreads(Generic[Result]):
                 with (
                     torch.inference_mode(inference),  # sets the other two as well
                     torch.set_grad_enabled(grad),
-                    # By default one thread of autograd's runs the backwards of all who share a GPU,
-                    # one after the other, and a rank's waits for the others' calls.
+                    # By default one autograd thread runs the backwards of all ranks that share a
+                    # GPU in turn, and a rank's backward waits for the other ranks' calls.
                     torch.autograd.set_multithreading_enabled(False),
                 ):
                     self.results[world.rank] = self._fn(world)
@@ -235,13 +235,12 @@ class _RankThreads(Generic[Result]):
     def _push(self, ranks: set[int]) -> None:
         """Ends what else some ranks do in Python.
 
-        By SystemExit, because a thread that ends by it prints nothing. Where it comes amid a
-        destructor, that reports and forgets it: then it is not reported, and the rank is pushed
-        again.
+        SystemExit does it, because a thread that ends by it prints nothing. A destructor would
+        report and drop it: then nothing is reported, and the rank is pushed again.
         """
         sys.unraisablehook = self._report
         for rank in ranks & self._in_fn:
-            if _imports(self._threads[rank]):  # it would leave a lock of a module behind
+            if _imports(self._threads[rank]):  # it would leave a module's lock held
                 self._lost.add(rank)
                 continue
             self._lost.discard(rank)
@@ -283,7 +282,7 @@ def _root_cause(
     note = f"raised on virtual rank {rank} of {ranks}"
     if stuck:
         note += f"; virtual {name_ranks(stuck)} did not end in time"
-    with contextlib.suppress(Exception):  # of a class that takes no attributes
+    with contextlib.suppress(Exception):  # its class may take no attributes
         # What add_note of Python 3.11 does.
         error.__notes__ = [*getattr(error, "__notes__", []), note]  # type: ignore[attr-defined]
     return error

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A world: the ranks that run layers together, seen from one of them.
 
-It owns the rank's control plane and heaps, and ends them in the right order. It knows nothing of
-layers or of how the ranks were started; what a layer holds of the machine is `Holdings` to it.
+It owns the rank's control plane and heaps, and ends them in the right order. Must not depend on
+layers, nor on how the ranks were started; what a layer holds of the machine is `Holdings` to it.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ MARGIN = 5.0
 """Seconds beyond the deadline in which a call that is made to leave must end."""
 
 MEMORY: dict[Backend, Callable[[World, int], SharedMemory]] = {}
-"""What makes the memory of a workspace, by its number: engines say it, as worlds know none
-(`moeos.engines.machines`)."""
+"""Makes the memory of a workspace, by its number. Engines set it (`moeos.engines.machines`), as
+worlds must not depend on them."""
 
 _worlds: weakref.WeakValueDictionary[int, World] = weakref.WeakValueDictionary()  # by id
 _stuck: list[object] = []  # what calls that never ended may still use
 
 
 class Holdings(Protocol):
-    """What one layer holds of the machine on one rank: threads, buffers, its part of a heap."""
+    """The parts of a machine that a layer holds on one rank: threads, buffers, part of a heap."""
 
     @property
     def gate(self) -> CallGate:
-        """What the layer's calls go through."""
+        """The gate that the layer's calls go through."""
 
     def interrupt(self, reason: str) -> None:
         """Makes this rank leave the call that it is in. From any thread, at any time."""
@@ -77,7 +77,7 @@ class Holdings(Protocol):
 
 
 class Beside(Protocol):
-    """What a world has with ranks of other worlds."""
+    """What a world shares with ranks of other worlds."""
 
     def abort(self, reason: str) -> None:
         """Ends the waits of all these ranks."""
@@ -92,7 +92,7 @@ class SharedMemory(Holdings, Protocol):
     Attributes:
         number: of the workspace, in the order in which those of its world are made.
         closed: whether no call can begin any more.
-        all_reduces: what adds up behind its calls, by the number of slices.
+        all_reduces: what adds up after its calls, by the number of slices.
     """
 
     number: int
@@ -106,10 +106,10 @@ class SharedMemory(Holdings, Protocol):
         """Returns when this rank's calls have ended, and what they have put has arrived."""
 
     def clear(self) -> None:
-        """Makes all of it that of a first call. Between two barriers, and no call running."""
+        """Makes all of it as before a first call. Between two barriers, and no call running."""
 
     def close(self) -> None:
-        """Lets no call begin any more. Behind a barrier, and no call running on any rank."""
+        """Lets no call begin any more. After a barrier, and no call running on any rank."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,9 +165,9 @@ class World:
         device: this rank's GPU; None is the current one when a layer is made.
         group: the process group that it was made of, or None.
         rates: the numbers of a GPU by which its layers choose layouts, equal on all ranks.
-        gate: what goes through it has the control plane for itself, one thread at a time.
+        gate: the thread that is inside has the control plane for itself.
         layer_names: of layers that have one, by their numbers.
-        beside: what it has with ranks of other worlds, by a name; that ends with this world.
+        beside: what it shares with ranks of other worlds, by a name; that ends with this world.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class World:
         self.beside: dict[object, Beside] = {}
         self._resets = 0
         self._aside: ControlPlane | None = None
-        self._own_workspaces: dict[bool, Workspace] = {}  # of layers in slices, and of others
+        self._own_workspaces: dict[bool, Workspace] = {}  # by whether their layers are in slices
         self._workspaces: list[weakref.ref[Workspace]] = []
         self._workspace_count = 0
         self._closed = False
@@ -262,12 +262,12 @@ class World:
 
     @property
     def workspace(self) -> Workspace:
-        """What its layers share, unless they are made with another; made when it is first used."""
+        """The workspace of layers that are made without one; it is made when it is first used."""
         return self._own_workspace(sliced=False)
 
     @property
     def sliced_workspace(self) -> Workspace:
-        """The same of layers with parallel='tensor', which share one with no others."""
+        """The workspace of layers with parallel='tensor', which no other layers may share."""
         return self._own_workspace(sliced=True)
 
     def _own_workspace(self, *, sliced: bool) -> Workspace:
@@ -286,8 +286,8 @@ class World:
         self._workspaces.append(weakref.ref(workspace))
 
     def together(self, what: str, do: Callable[[], Value]) -> Value:
-        """What `do()` returns or raises, in the gate. Collective, as `do` is; `what` names it where
-        a signal comes amid it: see `moeos.world.interruption.told`.
+        """What `do()` returns or raises, in the gate. Collective, as `do` is; `what` names it if a
+        signal interrupts it: see `moeos.world.interruption.told`.
 
         Raises `OSError` where PyTorch gets no memory.
         """
@@ -309,8 +309,8 @@ class World:
 
     @property
     def aside(self) -> ControlPlane:
-        """For exchanges that leave nothing half done: one that fails ends no more than this, and
-        `reset` makes it anew.
+        """The plane for exchanges that leave nothing half done: an exchange that fails ends no more
+        than this, and `reset` makes it anew.
         """
         if self._aside is None:
             self.require_open()
@@ -318,7 +318,7 @@ class World:
         return self._aside
 
     def renew_aside(self) -> None:
-        """Between two barriers."""
+        """Replaces `aside`. Between two barriers."""
         self._resets += 1
         self._aside = None
 
@@ -327,8 +327,8 @@ class World:
 
         heap: symmetric heaps, which peers write; queues: queues, counters and maps; between: rows
         between the GEMMs; records: what layers note of their last calls; spare, on a GPU alone:
-        heaps that wait for another workspace. No key is a sum of others. A kind of which there is
-        nothing has no key: before the first layer the dict is empty.
+        heaps that wait for another workspace. No key is a sum of others. A kind without memory has
+        no key: before the first layer the dict is empty.
         """
         self.require_open()
         found: dict[str, int] = {}
@@ -412,14 +412,14 @@ class World:
     def close(self) -> None:
         """Ends engines, unmaps heaps, leaves the control plane. Idempotent, not collective.
 
-        Beside a call in another thread it first aborts this world. That call then raises
+        During a call in another thread it first aborts this world. That call then raises
         `RuntimeError`, and other ranks' calls `PeerTimeout`.
 
         Raises `RuntimeError` within a call in the same thread, as in a signal handler, and then
         closes nothing. It raises it, too, if a call in another thread does not end within the
         deadline and 5 s. Then what the call may use stays until the process ends.
 
-        A process that a fork has made ends nothing: all of it is the parent's.
+        A forked process ends nothing: all of it is the parent's.
         """
         if not self._home.here:
             self._closed = True
@@ -431,7 +431,7 @@ class World:
             stop_at_the_end()
 
     def _close(self) -> None:
-        # Before the lock: who has it waits for this thread's call.
+        # Before the lock: the thread that holds it waits for this thread's call.
         if any(gate.held_here for gate in self._gates()):
             raise RuntimeError(
                 f"the world of rank {self.rank} cannot be closed within a call in the same "
@@ -467,7 +467,7 @@ class World:
         return {self.gate, *(holdings.gate for holdings in list(self._holdings.values()))}
 
     def _make_leave(self, reason: str) -> set[CallGate]:
-        """Closes all gates and makes who is inside leave; the gates."""
+        """Closes all gates and makes the threads inside leave; returns the gates."""
         gates = self._gates()
         for gate in gates:
             gate.close()
@@ -524,17 +524,16 @@ def _give_back(world: weakref.ref[World], home: Home, holdings: Holdings) -> Non
 
 
 def _left(gates: Iterable[CallGate], ends: float) -> bool:
-    """Whether all have left these closed gates by then, of `time.monotonic()`."""
+    """Whether all threads have left these closed gates by `ends`, of `time.monotonic()`."""
     return all(gate.wait_until_left(ends - time.monotonic()) for gate in gates)
 
 
 @atexit.register
 def _end_open_worlds() -> None:
-    """Before the interpreter ends: no thread may be in a call or a close then, where it would be
-    ended.
+    """Runs before the interpreter ends, which would end threads that are in a call or a close.
 
     Threads that are no daemons have ended by now, and callbacks that were registered later have
-    run. The peers of a world without a call in flight are told nothing: their last call, which this
+    run. The peers of a world without a call in flight get no message: their last call, which this
     rank has done its part of, may still go on.
     """
     program_end.begin()  # from here on no other thread makes a world
@@ -549,7 +548,7 @@ def _end_open_worlds() -> None:
     for world, closed in zip(worlds, gates, strict=True):
         ends = begun + world.deadline + MARGIN
         _left(closed, ends)
-        if world._closing.acquire(timeout=max(0.0, ends - time.monotonic())):  # nobody closes it
+        if world._closing.acquire(timeout=max(0.0, ends - time.monotonic())):  # no thread closes it
             world._closing.release()
     program_end.let_come()
 
@@ -564,7 +563,7 @@ def check_deadline(deadline: float) -> None:
 
 
 def check_trace_events(trace_events: int) -> None:
-    """Raises `TypeError` or `ValueError` unless so many events can be noted."""
+    """Raises `TypeError` or `ValueError` unless this many events can be noted."""
     _check_integer("trace_events", trace_events, 0, MAX_EVENTS)
 
 
@@ -672,20 +671,20 @@ def reset(world: World, workspaces: list[Workspace]) -> None:
     def settle_and_clear() -> None:
         for workspace in workspaces:
             workspace.shared.settle()
-        # No rank is inside a call any more. One may be in a call that this rank has not made, as
-        # when its own arguments were wrong, and leaves it at the deadline.
+        # This rank is in no call. A peer may be in one that this rank has not made, as when this
+        # rank's arguments were wrong, and leaves it at the deadline.
         world.control.barrier("reset", beyond=MARGIN)
-        with HeldSignals():  # what is cleared in part would be taken for a call's
+        with HeldSignals():  # memory that is cleared in part would be taken for a call's
             for workspace in workspaces:
                 workspace.shared.clear()
             world.renew_aside()
-        world.control.barrier("the end of reset")  # all heaps are clean before anyone writes there
+        world.control.barrier("the end of reset")  # all heaps are clean before any rank writes
 
     interruption.told(world.control, "reset", lambda: in_gates(world, workspaces, settle_and_clear))
 
 
 def in_gates(world: World, workspaces: list[Workspace], do: Callable[[], None]) -> None:
-    """Does it in the gates of a world and of its workspaces, each of them once."""
+    """Calls `do` inside the gates of a world and of its workspaces, each of them once."""
     for gate in dict.fromkeys([*(each.shared.gate for each in workspaces), world.gate]):
         do = functools.partial(gate.run, do, within=gate is not world.gate)
     do()

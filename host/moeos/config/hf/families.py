@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model families whose configs and blocks are understood: one row a family, and nothing else.
+"""The supported model families: one row for each, and nothing else.
 
-A row says under which names a transformers config has what a layer must know, what the family's
-code does whatever the config says, which values of a field have no rule here, which layers have
-experts, and in which layouts they are stored. `hf_config.py` follows it.
+A row names the fields of a transformers config that a layer needs, what the family's code does
+whatever the config says, which values of a field have no rule here, which layers have experts, and
+in which layouts they are stored. `hf_config.py` follows it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Read:
     """Where a config has a number or a flag.
 
     Attributes:
-        names: of the field; the first that is there counts. Several are what versions of one
-            family, or transformers' aliases, call it.
-        default: what its absence means, and null of what is no size: transformers' default; `...`
-            if it must be there.
+        names: of the field; the first that is there counts. Several names come from versions of one
+            family or from transformers' aliases.
+        default: what its absence means, and null if the field is no size: transformers' default;
+            `...` if it must be there.
     """
 
     names: tuple[str, ...]
@@ -50,7 +50,7 @@ class SharedExperts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """One family, or several that store and compute their blocks alike.
+    """The row of one family, or of several that store and compute their blocks alike.
 
     Attributes:
         said: what users call its models.
@@ -65,20 +65,20 @@ class Family:
             computed here. Absent and null are.
         experts_in: names a rule in `hf_config`, which says which layers have experts.
         shared: the shared experts; None where there are none.
-        shared_names: what their names begin with, below a block's prefix: those that a caller may
-            ignore, who computes them.
+        shared_names: what their names begin with, below a block's prefix: a caller that computes
+            the shared experts may ignore these.
         routing: of `MoEConfig`; "caller" where no rule here routes as the model does.
-        hashed_in: what a layer's type is whose experts a table chooses, by tokens' numbers; these
-            have routing "ids" and no selection bias.
+        hashed_in: the type of layers whose experts a table chooses, by tokens' numbers; these have
+            routing "ids" and no selection bias.
         groups_if: a field, and what it says where experts are chosen by groups; None: they are.
         blocks: what a layer calls the module of the experts, in files and among transformers'
             modules; "" is the layer itself.
         stems: what stands before "layers." there, in a model of text alone.
         predicts: the field that says how many layers follow the model's own, to predict further
             tokens; these have experts. None: there are none of that kind.
-        latent: a field, and what its number is: the size that experts read and return, where the
-            router reads `hidden`. Then routing is "caller", whose the projections are as well, and
-            the shared experts, which read what the router does.
+        latent: a field with the size that experts read and return, where the router reads `hidden`.
+            Then routing is "caller", and the caller also computes the projections and the shared
+            experts, which read what the router does.
     """
 
     said: str
@@ -153,21 +153,21 @@ def _shared_experts(
     field: str = "moe_intermediate_size",
     layouts: tuple[SharedLayout, ...] = (layouts.SHARED_EXPERTS,),
 ) -> dict[str, Any]:
-    """Of a family that stores them as `shared_experts`."""
+    """The shared experts of a family that stores them as `shared_experts`."""
     number = None if count is None else Read((count[0],), count[1])
     shared = SharedExperts(layouts, Read((field,), width), number)
     return {"shared": shared, "shared_names": ("shared_experts.",)}
 
 
 def _shared_expert(width: int, field: str, *, gate: bool) -> dict[str, Any]:
-    """Of one that has one, `shared_expert`."""
+    """The shared expert of a family that stores one, as `shared_expert`."""
     shared = SharedExperts((layouts.SHARED_EXPERT,), Read((field,), width), gate=gate)
     names = ("shared_expert.", "shared_expert_gate.") if gate else ("shared_expert.",)
     return {"shared": shared, "shared_names": names}
 
 
 def _granite_shared(width: int) -> SharedExperts:
-    """Beside a block, which has no name of theirs."""
+    """Granite's shared experts lie next to the MoE block, whose name they do not have."""
     return SharedExperts((layouts.SHARED_BESIDE,), Read(("shared_intermediate_size",), width))
 
 
@@ -541,7 +541,7 @@ FAMILIES: dict[str, Family] = {
         works={"enable_moe_block": (True,)},
     ),
 }
-"""By the name that a config's `family` has."""
+"""The families by the name in a config's `family`."""
 
 BY_MODEL_TYPE = {
     model_type: name for name, family in FAMILIES.items() for model_type in family.model_types

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads fields of a transformers config with a check of their types, and says what is wrong.
 
-A field that is absent and one that is null mean the same: what the family takes for it. Of a
-layer's sizes null is refused.
+A field that is absent and one that is null mean the same: what the family takes for it. Null is
+refused for a layer's sizes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def count(values: Values, field: str, default: int, least: int = 0) -> int:
 
 
 def listed(values: Values, field: str, layer: int | None = None) -> Sequence[Any] | None:
-    """A list, or None; with `layer` it must have something for this one."""
+    """A list, or None; with `layer` it must have an entry for this layer."""
     found = values.get(field)
     if found is None:
         return None
@@ -40,14 +40,14 @@ def listed(values: Values, field: str, layer: int | None = None) -> Sequence[Any
 
 
 def require_works(values: Values, field: str, working: Iterable[Any]) -> None:
-    """Raises unless a field has one of the values that mean what is computed here."""
+    """Raises unless a field has one of the values for which this layer is computed."""
     found = values.get(field)
     if found is not None and not any(found == value for value in working):
         raise ValueError(works(field, found, working))
 
 
 def works(field: str, found: Any, working: Iterable[Any]) -> str:
-    """What is said of a value for which there is no rule."""
+    """The error's sentence for a value that has no rule."""
     allowed = " or ".join([*map(repr, working), "null"])
     return f"{field} is {found!r}; what works here is {allowed}"
 

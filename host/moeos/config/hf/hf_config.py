@@ -18,7 +18,7 @@ from moeos.config.hf.fields import Values, count, listed, require_works, shown, 
 from moeos.config.limits import DTYPES, MAX_EXPERTS
 
 _SIZES = ("hidden", "intermediate", "experts", "top_k", "zero_experts")
-"""Of which null means nothing: no model's code takes it for its default."""
+"""Fields that must not be null: no model's code takes null for its default."""
 _DTYPES = ("dtype", "torch_dtype")
 
 
@@ -70,7 +70,7 @@ def config_from_hf(
     if family.groups_if is not None and values.get(family.groups_if[0]) != family.groups_if[1]:
         fields |= {"expert_groups": 1, "top_groups": 1}
     if fields["routing"] != "layer":
-        fields["selection_bias"] = False  # of a choice that the layer does not make
+        fields["selection_bias"] = False  # the layer does not choose
     if "router_dtype" in fields:
         fields["router_dtype"] = DTYPES[fields["router_dtype"]]
     try:
@@ -98,7 +98,7 @@ def _formats(
     if values.get("quantization_config") is None:
         return {}
     experts = min(count(fields, "experts", 0), MAX_EXPERTS)
-    # A look at two experts of each layer tells whether layers differ.
+    # Two experts of each layer show whether layers differ.
     own = range(experts) if layer is not None else (0, experts - 1)
     numbers = sparse_layers.with_experts(values, family.experts_in) if layer is None else [layer]
     every = [modules.of_layer(family, number, own, within=within) for number in numbers]

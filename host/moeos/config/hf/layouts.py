@@ -205,7 +205,7 @@ LAYOUTS: tuple[Layout, ...] = (
     *(LONGCAT_FILES, LONGCAT_MODULES, GRANITE_FILES, GEMMA4, LLAMA4),
     *(GPT_OSS, GPT_OSS_MXFP4, NEMOTRON_FILES, NEMOTRON_MODULES),
 )
-"""All of them; of rows that read a block alike, the first is taken."""
+"""All layouts; the first of those that read a block alike is taken."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -268,7 +268,7 @@ SHARED: tuple[SharedLayout, ...] = (
     *(SHARED_EXPERTS, SHARED_EXPERT, SHARED_MLP, SHARED_NUMBERED),
     *(SHARED_FUSED, SHARED_NO_GATE, SHARED_BESIDE),
 )
-"""All of them; the first that lacks the fewest names is taken."""
+"""All layouts of shared experts; the first that lacks the fewest names is taken."""
 
 
 def matrix_names(layouts: tuple[Layout, ...] = LAYOUTS) -> Iterator[str]:

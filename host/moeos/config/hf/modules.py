@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model's layers call the matrices of their experts, and the rules by which a
-`quantization_config` means some of them.
+"""The names of a model's expert matrices, and the rules by which a `quantization_config` selects
+some of them.
 
-It knows the names of a family's modules, and nothing of formats or tensors.
+Must not depend on formats or tensors: it knows the names of a family's modules.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Matrix(NamedTuple):
 
 
 Rule = Callable[[Matrix], bool]
-"""Whether a matrix is meant."""
+"""Whether a matrix is selected."""
 
 _WITHIN = ("model.language_model.", "language_model.model.", "model.")
 _PLAIN = re.compile(r"[\w-]+(?:\.[\w-]+)*")
@@ -53,7 +53,7 @@ class Modules(NamedTuple):
 
 
 def of_layer(family: Family, layer: int, experts: Iterable[int], *, within: bool) -> Modules:
-    """The matrices of a layer. `within`: the model has other inputs besides text."""
+    """The matrices of a layer. `within`: the model has other inputs in addition to text."""
     stems = dict.fromkeys((*_WITHIN, *family.stems) if within else family.stems)
     before = [f"{stem}layers.{layer}." for stem in stems]
     blocks = [f"{begin}{block}." if block else begin for begin in before for block in family.blocks]
@@ -78,8 +78,8 @@ def _module_of(matrix: str) -> str:
 
 
 def by_prefix(field: str, entries: Sequence[str]) -> Rule:
-    """As transformers' `should_convert_module`: an entry is a regular expression that matches a
-    name from its begin to the end of one of its parts, or the end of a name.
+    """The rule of transformers' `should_convert_module`: an entry is a regular expression that
+    matches a name from its start to the end of one of its parts, or the end of a name.
     """
     plain = {entry for entry in entries if _PLAIN.fullmatch(entry)}
     others = [entry for entry in entries if entry not in plain]
@@ -99,8 +99,8 @@ def by_prefix(field: str, entries: Sequence[str]) -> Rule:
 
 
 def by_target(field: str, entries: Sequence[str]) -> Rule:
-    """As compressed-tensors' `is_match`: an entry is a whole name, a regular expression after
-    "re:", or the class of a matrix' module.
+    """The rule of compressed-tensors' `is_match`: an entry is a whole name, a regular expression
+    after "re:", or the class of a matrix' module.
     """
     best = best_target(field, entries)
     return lambda matrix: best(matrix) is not None
@@ -126,7 +126,7 @@ def best_target(field: str, entries: Sequence[str]) -> Callable[[Matrix], str | 
 
 
 def by_glob(field: str, entries: Sequence[str]) -> Rule:
-    """As modelopt's exclusions: an entry is a pattern of `fnmatch`, or a module with all in it."""
+    """The rule of modelopt's exclusions: an entry is a pattern of `fnmatch`, or a whole module."""
     whole = {entry for entry in entries if not set(entry) & set("*?[")}
     globs = [re.compile(fnmatch.translate(entry)) for entry in entries if entry not in whole]
 

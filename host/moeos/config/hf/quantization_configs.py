@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which format of a layer's weights a model's `quantization_config` means.
+"""Finds the format of a layer's weights that a model's `quantization_config` means.
 
 It knows the fields of transformers configs, and never sees a tensor: where a file has another
 format than its config says, the loader names the tensor.
@@ -35,18 +35,18 @@ _OF_4_BITS: Mapping[int, WeightFormat] = {NV_GROUP: "nvfp4", MX_GROUP: "mxfp4"}
 
 
 class Formats(NamedTuple):
-    """What a layer's routed and shared experts are shipped in; None: in numbers."""
+    """The formats of a layer's routed and shared experts; None: not quantized."""
 
     experts: WeightFormat | None
     shared: WeightFormat | None
 
 
 class _Unheld(ValueError):
-    """A format that no layer holds, and that is read in numbers."""
+    """A format that no layer holds, and that is dequantized when it is read."""
 
 
 _FormatOf = Callable[[Matrix], "WeightFormat | _Unheld | None"]
-"""The format of a matrix, None for numbers. Raises `ValueError` for one that cannot be read."""
+"""The format of a matrix, None if not quantized. Raises `ValueError` if it cannot be read."""
 
 
 def formats_of(
@@ -54,8 +54,8 @@ def formats_of(
 ) -> Formats:
     """The formats that these layers' experts are shipped in.
 
-    `shared_too`: shared experts are looked at. `dequantize`: what can be read in numbers is not
-    refused, and what is returned means nothing.
+    `shared_too`: shared experts are looked at. `dequantize`: formats that can be dequantized are
+    not refused, and the returned value means nothing.
 
     Raises `ValueError` for a format that no layer holds, for several in one layer, and where layers
     differ.
@@ -92,7 +92,7 @@ def formats_of(
 
 
 def _of_experts(every: Sequence[Matrix], format_of: _FormatOf) -> WeightFormat | None:
-    """The format of all of them, which are those of one expert after the other."""
+    """The common format of all matrices, which are ordered by expert."""
     found: dict[object, Matrix] = {}
     for matrix in every:
         found.setdefault(_key(format_of(matrix)), matrix)
@@ -106,7 +106,7 @@ def _of_experts(every: Sequence[Matrix], format_of: _FormatOf) -> WeightFormat |
         f"{matrix.own[0]} in {'numbers' if own is None else own}"
         for own, matrix in [*found.items()][:2]
     )
-    # Which tensors a matrix has is the same for all experts, or they are read as none.
+    # A matrix has the tensors of one format for all experts, or they are read as none.
     each = len({matrix.own[0].rpartition(".")[2] for matrix in every})
     alike = all(
         _key(format_of(matrix)) == _key(format_of(every[at % each]))
@@ -121,7 +121,7 @@ def _key(own: WeightFormat | _Unheld | None) -> str | None:
 
 
 def _of_shared(every: Sequence[Matrix], format_of: _FormatOf) -> WeightFormat | None:
-    """The format of all of them, or None: then each is read in numbers."""
+    """The common format of all matrices, or None: then each is dequantized when it is read."""
     found = {_key(format_of(matrix)): matrix for matrix in every}
     own = format_of(next(iter(found.values()))) if len(found) == 1 else None
     return None if isinstance(own, _Unheld) else own
@@ -172,7 +172,7 @@ def _modelopt(config: Values, values: Values) -> _FormatOf:
 
 
 def _other(config: Values, method: object) -> _FormatOf:
-    """What a method that moeos does not read leaves out."""
+    """The matrices that a method unknown to moeos does not quantize."""
     left_out = modules.by_prefix(*_left_out(config, *_LEFT_OUT))
 
     def format_of(matrix: Matrix) -> None:

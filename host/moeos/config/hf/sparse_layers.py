@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which layers of a model have routed experts: a rule for each way in which configs say it.
 
-It knows fields of transformers configs, and nothing of what a block computes.
+It knows fields of transformers configs. Must not depend on what a block computes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def require_experts(values: Values, rule: str, layer: int, predicts: str | None)
 
 
 def _layers(values: Values) -> int:
-    """How many the model has; 0: its config does not say."""
+    """How many layers the model has; 0: its config does not say."""
     return count(values, "num_hidden_layers", count(values, "num_layers", 0, 1), 1)
 
 
@@ -58,7 +58,7 @@ def with_experts(values: Values, rule: str) -> list[int]:
 
 
 def type_of(values: Values, layer: int) -> object:
-    """What `mlp_layer_types` calls a layer, or would."""
+    """The name that `mlp_layer_types` has, or would have, for a layer."""
     types = listed(values, "mlp_layer_types")
     if types is not None:
         return types[layer] if layer < len(types) else None
@@ -148,4 +148,4 @@ RULES: dict[str, Callable[[Values], Rule]] = {
     "periodic": _periodic,
     "by_pattern": _by_pattern,
 }
-"""By the name that a family's row has."""
+"""The rules by the name in a family's row."""

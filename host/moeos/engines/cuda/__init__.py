@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine of GPUs: memory, arguments, launches, and what a call leaves behind."""
+"""The engine of GPUs: memory, arguments, launches, and the records of a call."""

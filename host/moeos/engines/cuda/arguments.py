@@ -34,7 +34,7 @@ MAX_KEPT = 256
 """Places of tokens, and sets of parameters, whose tensor maps a rank keeps for later calls."""
 
 WEIGHT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""In which the kernel reads weights given by the caller: WeightType of arguments.cuh."""
+"""Dtypes in which the kernel reads weights from the caller: WeightType of arguments.cuh."""
 
 _MAP_TYPES = {
     torch.float32: "CU_TENSOR_MAP_DATA_TYPE_FLOAT32",
@@ -80,17 +80,17 @@ _PARAMETERS_AT = _CODE_AT + _CODE.size
 _CALL_AT = _PARAMETERS_AT + _PARAMETERS.size
 MAP_ALIGNMENT = 64
 RECORD_BYTES = -(-(_CALL_AT + _CALL.size) // MAP_ALIGNMENT) * MAP_ALIGNMENT
-"""Of one rank's record; a launch of virtual ranks is given one for each, in rank order."""
+"""Bytes of one rank's record; a launch of virtual ranks is given one for each, in rank order."""
 
-_BOX_BYTES = 128  # of a box's row, one row of a stage
-_BOX_COLUMNS = 64  # of weights in it: kTileDepth
-_ROUTE_BOX_ROWS = 64  # of x
-_TOKEN_BOX_ROWS = 64  # of tokens between the shared experts' products
-_SHARED_GATE_ROWS = 8  # of their gate, which has one
+_BOX_BYTES = 128  # a box's row, one row of a stage
+_BOX_COLUMNS = 64  # columns of weights in a box: kTileDepth
+_ROUTE_BOX_ROWS = 64  # rows of x in a box
+_TOKEN_BOX_ROWS = 64  # rows of tokens between the shared experts' GEMMs in a box
+_SHARED_GATE_ROWS = 8  # rows in a box of the shared experts' gate, which has one
 
 _ROWS_TOGETHER = 8  # rows at whose multiples such a box may begin
 ADDRESS_ALIGNMENT = 16
-"""Of what tensor maps and vectors of a kernel begin with."""
+"""The alignment of addresses at which tensor maps and vectors of a kernel begin."""
 
 
 class Box(NamedTuple):
@@ -164,7 +164,7 @@ class ArgumentPacker:
         self._given: tuple[int, ...] = (0, 0, 0, 0, 0)  # rows, addresses of what comes with them
 
     def use(self, buffers: RankBuffers) -> None:
-        """Has the next calls use these buffers, which live as long as they are used."""
+        """Makes the next calls use these buffers, which live as long as they are used."""
         cfg, sizes, place = self._cfg, self._sizes, buffers.place
         heap, between = buffers.heap.data_ptr(), buffers.between.data_ptr()
         for index, rows in enumerate(CELL_BOX_ROWS):
@@ -232,7 +232,7 @@ class ArgumentPacker:
         router_bias, expert_scale, shared_w1, shared_w2, shared_gate = tensors[13:18]
         w1_scale, w2_scale, w1_scale_2, w2_scale_2 = tensors[18:22]
         shared_scales, x_scale = tensors[22:26], tensors[26]
-        # Of parameters only the places differ from call to call: the config says the rest.
+        # Only the addresses of parameters differ from call to call: the config says the rest.
         parameters = (
             0 if gate is None else gate.data_ptr(),
             w1.data_ptr(),
@@ -325,8 +325,8 @@ class ArgumentPacker:
     def _parameter_maps(self, t: CallTensors) -> tuple[bytes, bytes, bytes]:
         """The map of the gate, those of the experts' weights, and those of shared experts."""
         cfg = self._cfg
-        # Who gives routing may have no gate. The kernel then loads nothing by its map, but asks for
-        # the map itself, which must be one: that of w1 will do.
+        # A caller that gives routing may have no gate. The kernel then loads nothing by its map,
+        # but prefetches it, so it must be a valid map: that of w1 will do.
         gate = t.w1 if t.gate is None else t.gate
         of_gate = self.map_of("gate", gate, cfg.hidden, Box(self._gate_box_rows, cfg.gate_dtype))
         of_experts = self._weight_maps("", t.w1, t.w2, cfg.intermediate, cfg.weight_format)
@@ -371,7 +371,7 @@ class ArgumentPacker:
         if stored is not None:  # a map's elements are bytes
             bits = FORMATS[stored].code_bits
             decoded = prefix == "shared_" or self._cfg.activation_format is None
-            codes = _BOX_COLUMNS if decoded else _BOX_BYTES  # of a row, kCodedDepth
+            codes = _BOX_COLUMNS if decoded else _BOX_BYTES  # codes of a row: kCodedDepth
             row_bytes = codes * bits // 8
             wide = Box(rows, torch.uint8, row_bytes, ordered=True)
             depths = (depths[0] * bits // 8, depths[1] * bits // 8)
@@ -389,7 +389,7 @@ class ArgumentPacker:
         )
 
     def _rows_box(self, rows: int) -> Box:
-        """Of rows that experts multiply."""
+        """The box of rows that experts multiply."""
         return self._box(rows) if self._cfg.activation_format is None else Box(rows, torch.uint8)
 
     def _box(self, rows: int, ordered: bool = False) -> Box:
@@ -456,8 +456,8 @@ class ArgumentPacker:
         box: Box,
         row_bytes: int | None = None,
     ) -> bytes:
-        """The same of rows in several dimensions: of each its size, its stride in rows, and what a
-        box has of it.
+        """The map of rows in several dimensions: for each its size, its stride in rows, and a
+        box's share of it.
         """
         if address % ADDRESS_ALIGNMENT != 0:
             raise ValueError(

@@ -3,7 +3,7 @@
 saves `SavingArguments` of kernels/sm90/block/arguments.cuh, and of a call of gradients
 `GradientArguments` of kernels/sm90/block/backward_arguments.cuh.
 
-The only file that knows the order of what stands behind `RankArguments`. It launches nothing.
+The only file that knows the order of what follows `RankArguments`. It launches nothing.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ _MAPS = (
 )
 _SAVED = struct.Struct("<QI")  # saved, saved_of_source
 SAVING_RECORD_BYTES = RECORD_BYTES + MAP_ALIGNMENT
-"""Of one rank's record of a forward call that saves, and of the begin of every other here."""
+"""Bytes of one rank's record of a forward call that saves; other records here begin with one."""
 # d_out, d_x, d_topk_weights, d_w1, d_w2, d_b1, d_b2, d_x_added, d_shared; blocks, experts; d_w3
 _CALL = struct.Struct("<9Q2IQ")
 _CALL_AT = SAVING_RECORD_BYTES + len(_MAPS) * MAP_BYTES
 _UP_MAPS = ("w1", "w1_ordered", "d_w1")  # UpGradientMaps
 _UPS_AT = -(-(_CALL_AT + _CALL.size) // MAP_ALIGNMENT) * MAP_ALIGNMENT
 GRADIENT_RECORD_BYTES = _UPS_AT + len(_UP_MAPS) * MAP_BYTES
-"""Of one rank's record; a launch of virtual ranks is given one for each, in rank order."""
+"""Bytes of one rank's record; a launch of virtual ranks is given one for each, in rank order."""
 
 
 class SavingPacker:
     """Packs one rank's records of calls that save, or find what was saved.
 
     Args:
-        of_rank: packs what stands before: of the same layer and sizes, and nobody else's.
+        of_rank: packs what stands before, for this layer and these sizes; used by this object only.
 
     Attributes:
         record: uint8 [SAVING_RECORD_BYTES], what `pack` has made; the next `pack` changes it.
@@ -83,7 +83,7 @@ class GradientPacker:
 
     Args:
         cfg: the layer without its shared experts.
-        of_rank: packs what stands before: of the same layer and sizes, and nobody else's.
+        of_rank: packs what stands before, for this layer and these sizes; used by this object only.
         blocks: of the launch that makes the gradients of weights.
 
     Attributes:
@@ -131,7 +131,7 @@ class GradientPacker:
         values = self._rows(between, kept, columns, DEPTH, sizes.hidden_bytes)
         self._place(_MAPS.index("values"), values)
         inputs = self._rows(cells, of_cells, 2 * cfg.hidden, DEPTH, sizes.sent_bytes)
-        if sizes.world > 1:  # copies, behind all else
+        if sizes.world > 1:  # copies, after all else
             copies = between + sizes.hidden_bytes - copies_bytes(cfg)
             inputs = self._rows(copies, kept, 2 * cfg.hidden, DEPTH, sizes.hidden_bytes)
         self._place(_MAPS.index("inputs"), inputs)
@@ -260,7 +260,7 @@ class GradientPacker:
         row_elements: int | None = None,
         first: int = 0,
     ) -> bytes:
-        """The map of matrices of so many rows, from element `first` of each row on, a box of one
+        """The map of matrices with `rows` rows, from element `first` of each row on, a box of one
         matrix. `row_elements`: from one row to the next; None: `columns`.
         """
         size = tensor.element_size()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a layer on a GPU has for calls of gradients: a kernel of its own, its arguments, and the
-launch behind it that makes the gradients of weights. And what it has for forward calls that save
+launch after it that makes the gradients of weights; and what it has for forward calls that save
 rows for these.
 
-It knows bytes and kernels, and nothing of ranks or of the order of launches.
+Must not depend on ranks, nor on the order of launches.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class CudaGradients:
     """One layer's calls of gradients on one rank.
 
     Args:
-        of_weights: the kernel of the launch behind a call.
+        of_weights: the kernel of the launch after a call.
 
     Attributes:
         shape: what its kernel is compiled for.
@@ -58,10 +58,10 @@ class CudaGradients:
         self.kernel = kernel
         self.launch = LaunchArguments.of_ranks(arguments.record, shape.virtual_ranks)
         self._of_weights = of_weights
-        self._own = LaunchArguments(arguments.record)  # of this rank alone
+        self._own = LaunchArguments(arguments.record)  # for this rank alone
 
     def make_weights(self, stream: int) -> None:
-        """Launches what makes the gradients of weights, behind the call that was packed last."""
+        """Launches what makes the gradients of weights, after the call that was packed last."""
         self._of_weights.launch(stream, self._own)
 
     def unload(self) -> None:
@@ -78,7 +78,7 @@ def wants_weights(piece: GradientTensors) -> bool:
 
 
 def with_own_weights(piece: GradientTensors) -> GradientTensors:
-    """The same with memory of its own for gradients of weights, in the dtype in which a launch
+    """`piece` with memory of its own for gradients of weights, in the dtype in which a launch
     writes them.
     """
     dtype = piece.x.dtype
@@ -123,7 +123,7 @@ def routing_in(
     places, weights = of_call("pair_expert", torch.int32), of_call("pair_weight", torch.float32)
     ids = places
     if expert_at is not None:
-        # Of tokens that a call does not have the tables may say anything.
+        # The tables may say anything about tokens that a call does not have.
         ids = expert_at[places.clamp(0, len(expert_at) - 1)]
     if zero_experts or expert_at is not None:
         unplaced = of_call("pair_row", torch.int32) if zero_experts else -1

@@ -3,8 +3,8 @@
 
 Each call fills the GPU, and waits for calls of other ranks. If two calls could change places on one
 rank, each of two ranks could run what the other is not at. Launches on one stream are in order by
-themselves; where the stream changes, the new one waits by an event. This file knows streams and
-events, and nothing of layers or of what is launched.
+themselves; where the stream changes, the new one waits by an event. Must not depend on layers, nor
+on what is launched.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Last(NamedTuple):
 
     Attributes:
         stream: its handle.
-        marked: whether the chain's event was recorded right behind it.
+        marked: whether the chain's event was recorded right after it.
     """
 
     stream: int
@@ -33,10 +33,10 @@ class _Last(NamedTuple):
 
 
 class LaunchChain:
-    """What orders the launches of all layers of a world on the current device.
+    """Orders the launches of all layers of a world on the current device.
 
-    Threads use it one at a time. Before a launch `join` must have returned for its stream, and
-    behind it `launched`; neither is needed on the stream `stream`, unless it is being captured.
+    Threads use it one at a time. Call `join` for the stream before a launch, and `launched` after
+    it; neither is needed on the stream `stream`, unless it is being captured.
 
     Attributes:
         stream: handle of the stream on which a launch is in order by itself; None if there is none.
@@ -53,7 +53,7 @@ class LaunchChain:
         self._captured: tuple[int, int] | None = None  # the last captured launch: capture, stream
 
     def join(self, stream: int) -> bool:
-        """Has the next launch on a stream wait for the last one; whether the stream is captured.
+        """Makes a stream's next launch wait for the last one; returns whether it is captured.
 
         Raises `RuntimeError` where an event cannot do that: in a capture, while an earlier launch
         is not known to have ended, and outside, while the last launch's stream is being captured.
@@ -93,7 +93,7 @@ class LaunchChain:
     def wait(self) -> bool:
         """Waits for all launches that were not captured. False if that cannot be done in a capture.
 
-        May be called in any thread, beside captures of other threads and beside a launch.
+        May be called in any thread, during captures of other threads and during a launch.
         """
         driver, last = self._driver, self._last
         if last is None:
@@ -112,7 +112,7 @@ class LaunchChain:
             return self._relaxed(ended)
 
     def _join_in(self, capture: int, stream: int) -> None:
-        """The same for a launch that becomes part of a graph."""
+        """Orders a launch that becomes part of a graph after those before it."""
         driver = self._driver
         if self._captured is not None and self._captured[0] == capture:
             before = self._captured[1]
@@ -136,7 +136,7 @@ class LaunchChain:
             if last.marked:
                 return int(driver.cuEventQuery(self._event)[0]) == 0
             # A stream that was captured since cannot be asked. What it held before is no part of
-            # the graph, and who replays the graph orders it behind.
+            # the graph, and the code that replays the graph orders the graph after it.
             return (
                 self._capture_of(last.stream) is not None
                 or int(driver.cuStreamQuery(last.stream)[0]) == 0
@@ -167,9 +167,9 @@ class LaunchChain:
 def lives(device: int) -> bool:
     """Whether the handle of a device's current stream means that stream as long as the process.
 
-    So it does for the default stream and those of torch's pool. Any other, `ExternalStream`, is its
+    The handles of the default stream and of torch's pool do. Any other, an `ExternalStream`, is its
     maker's, or the default stream of a thread; torch numbers it by its handle, which is even, while
-    numbers of its own streams are odd, and 0 is the default stream's.
+    numbers of torch's own streams are odd, and 0 is the default stream's.
     """
     number = int(torch._C._cuda_getCurrentStream(device)[0])
     return number == 0 or number % 2 == 1

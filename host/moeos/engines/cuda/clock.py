@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GPU's clock beside its host's, so that times of several GPUs can be compared.
+"""Compares a GPU's clock with its host's, so that times of several GPUs can be compared.
 
 Each GPU's `%globaltimer` counts nanoseconds from a moment of its own. The host asks a kernel of
-one thread what time it is, as NTP asks a server (RFC 5905, section 8): of the question that was
-answered soonest, the answer belongs to the middle between question and answer.
+one thread what time it is, as NTP asks a server (RFC 5905, section 8). It uses the question that
+was answered soonest: the answer belongs to the middle between question and answer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Answer(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """Between two clocks, and by how many nanoseconds it may be wrong."""
+    """The nanoseconds between two clocks, and by how many they may be wrong."""
 
     nanoseconds: int
     uncertainty: int

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a loaded kernel's instructions lie in the GPU's memory.
 
-Knows nothing of layers and their calls.
+Must not depend on layers and their calls.
 """
 
 from __future__ import annotations

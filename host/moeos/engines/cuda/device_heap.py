@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The symmetric heap on GPUs: memory of equal size on every rank, which all ranks' GPUs address.
 
-Of one rank, and of virtual ranks on one GPU, it is plain device memory. Between processes of one
+For one rank, and for virtual ranks on one GPU, it is plain device memory. Between processes of one
 host it is memory that they share through CUDA, and where there are remote peers NVSHMEM's, whose
-puts reach them. This file knows nothing of what lies in a heap.
+puts reach them. Must not depend on what lies in a heap.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class DeviceHeap:
         heaps: uint8 [size] for each rank, in rank order, as this rank's GPU addresses them; None
             for a rank whose memory it cannot. The memory starts as zeros.
         own: this rank's.
-        put_addresses: [P] what a put to each rank's heap goes to.
+        put_addresses: [P] the address that a put to each rank's heap goes to.
 
     Raises:
         ConfigMismatch: ranks ask for different sizes.
@@ -165,7 +165,7 @@ def shareable_peers(control: ControlPlane, device: torch.device) -> list[str]:
         found = _map_all(control, _PROBE_BYTES, device, "sharing memory of a GPU")
     except PeerTimeout:
         raise
-    except RuntimeError as error:  # of all ranks alike
+    except RuntimeError as error:  # all ranks raise it alike
         return ["" if peer == control.rank else str(error) for peer in range(control.size)]
     _unmap([one for one in found if isinstance(one, Mapping)])
     atomic = peers_with_atomics(control, device)
@@ -176,7 +176,7 @@ def shareable_peers(control: ControlPlane, device: torch.device) -> list[str]:
 
 
 def peers_with_atomics(control: ControlPlane, device: torch.device) -> list[bool]:
-    """[P] on whose memory this GPU's atomics are atomic, as far as the driver tells. Collective.
+    """[P] whether this GPU's atomics on a rank's memory are atomic, by the driver. Collective.
 
     Raises `RuntimeError`, on all ranks, if the driver does not answer.
     """
@@ -239,7 +239,7 @@ def _uuid_of(device: torch.device) -> str:
 
 
 def _may_add(gpus: abc.Mapping[str, Any], mine: str, peer: str) -> bool:
-    """Whether a GPU's atomics on a peer's memory are atomic, as far as `gpus` tell."""
+    """Whether a GPU's atomics on a peer's memory are atomic, by what `gpus` say."""
     if peer == mine or peer not in gpus or mine not in gpus:
         return True
     return cuda_driver.has_atomics(gpus[mine], gpus[peer])

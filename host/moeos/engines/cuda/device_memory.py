@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of a GPU that the processes of one host share, by CUDA's virtual memory management.
 
-The driver counts who has mapped a piece of memory, so it stays until the last of them unmaps it or
-ends, in whatever order and however that happens. This file knows nothing of ranks or of what lies
-in the memory.
+The driver counts the processes that have mapped a piece of memory, so it stays until the last of
+them unmaps it or ends, in whatever order and however that happens. Must not depend on ranks, nor on
+what lies in the memory.
 """
 
 from __future__ import annotations

@@ -59,14 +59,14 @@ from moeos.world.tracing import RankTrace
 from moeos.world.world import SharedMemory, World
 
 CAPABILITY = (9, 0)
-"""Of the GPUs that kernels are made for: Hopper."""
+"""The capability of the GPUs that kernels are made for: Hopper."""
 _COMPILING = 300.0  # seconds beyond the deadline that ranks wait for each other's compilers
 MAX_ARGUMENT_BYTES = 32_764
-"""That one launch can be given."""
+"""The most bytes of arguments that one launch can be given."""
 
 
 def _tokens_in(word: int) -> int | None:
-    """The number of tokens in what ranks with slices compare, where it is all that it says."""
+    """The number of tokens in a word that ranks with slices compare, if the word is only that."""
     return word if word < _runtime.ROWS_APART else None
 
 
@@ -130,7 +130,7 @@ class CudaEngine:
         self._placement = placement
         self._shared = shared
         self._number = world.number_layer()
-        self._identity = calls.identity(self._number)  # of a call in one piece
+        self._identity = calls.identity(self._number)  # for a call in one piece
         self._virtual = world.control.shares_memory and world.size > 1
         self._device = self._agree(lambda: _usable_device(cfg, world), "the choice of a GPU")
         self._require_devices()
@@ -140,7 +140,7 @@ class CudaEngine:
             self._by_nvshmem = peers.transport == "nvshmem"
             self._shape = self._agree(lambda: self._shape_of(cfg, peers), "the sizes of a layer")
             slicing.policy.require_fits(self._shape.sizes)
-            self._last = self._shape  # of the last call
+            self._last = self._shape  # the last call's shape
             rank, holders = slicing.place(world.rank, world.size)
             own = experts_of(cfg, rank, holders, placement)
             self._saved_rows = saved_rows(cfg, holders, len(own))
@@ -323,7 +323,7 @@ class CudaEngine:
             torch.cuda.synchronize()
 
     def _make_saving(self) -> CudaSaving:
-        """Of calls in the layer's own buffers, with another kernel."""
+        """The kernel that saves rows, for calls in the layer's own buffers."""
         shape, mine = dataclasses.replace(self._shape, saves=True), self._mine
         kernel = self._compiled(shape, "the kernel that saves rows")
 
@@ -420,7 +420,7 @@ class CudaEngine:
             self._note_more()
 
     def _note_more(self) -> None:
-        """Calls to come wait for what has been launched behind the last one, too."""
+        """Makes later calls wait for what has been launched after the last one, too."""
         if not torch._C._cuda_isCurrentStreamCapturing():
             stream = torch._C._cuda_getCurrentRawStream(self._device.index)
             self._launches.launched(stream, lives=cuda_chain.lives(self._device.index))
@@ -499,7 +499,7 @@ class CudaEngine:
         return self._no_bias
 
     def _launch(self, kernel: LoadedKernel, launch: LaunchArguments, stream: int) -> None:
-        """Launches a call behind the world's last one, whose stream it mostly shares."""
+        """Launches a call after the world's last one, whose stream it mostly shares."""
         launches = self._launches
         if stream == launches.stream and not torch._C._cuda_isCurrentStreamCapturing():
             kernel.launch(stream, launch)
@@ -520,8 +520,8 @@ class CudaEngine:
         return exception_of(failure, *told, _tokens_in, self._shared.derived_in(failure.epoch))
 
     def _compiled(self, shape: KernelShape, what: str) -> Kernel:
-        """The kernel of a shape. Every rank asks for it: those of a host wait for one compiler, and
-        all for hosts that have none on their disk.
+        """The kernel of a shape. Every rank asks for it: the ranks of a host wait for one compiler,
+        and all ranks wait for hosts that have no such kernel on their disk.
         """
         return self._agree(lambda: jit.compile_kernel(shape), what, beyond=_COMPILING)
 
@@ -579,7 +579,7 @@ class CudaEngine:
         return torch.zeros(size, dtype=torch.uint8, device=self._device)
 
     def _packer(self, cfg: MoEConfig, sizes: _runtime.Sizes) -> ArgumentPacker:
-        """Of what this rank's launches of the layer are given."""
+        """The packer of what this rank's launches of the layer are given."""
         world = self._world
         return ArgumentPacker(
             cfg,
@@ -612,9 +612,9 @@ class CudaEngine:
     def _launch_together(
         self, held: CudaHoldings | CudaSaving | CudaGradients, identity: int
     ) -> None:
-        """Launches the call of all virtual ranks, ordered behind and before each rank's stream.
+        """Launches the call of all virtual ranks, in the order of each rank's stream.
 
-        A failure that any of them has been shown raises on all.
+        A failure that any rank has seen raises on all.
         """
         stream = torch.cuda.current_stream()
         ready = torch.cuda.Event()
@@ -650,7 +650,7 @@ class CudaEngine:
             self._note_launch(stream.cuda_stream)
 
     def _note_launch(self, stream: int) -> None:
-        """What rank 0 has launched on a stream of its own is done when `stream` comes here."""
+        """Notes rank 0's launch, which is done when `stream` comes here."""
         if torch._C._cuda_isCurrentStreamCapturing():
             self._note_capture()
         else:
@@ -658,7 +658,7 @@ class CudaEngine:
 
 
 class CudaHoldings:
-    """What a layer has of its own on a GPU; see `moeos.world.world.Holdings`.
+    """The part of a GPU that a layer has for itself; see `moeos.world.world.Holdings`.
 
     Attributes:
         records, arguments, launch, kernel: as they are made; gone after the end. No kernel on
@@ -708,7 +708,7 @@ class CudaHoldings:
         self.expert_at = cuda_records.experts_at(placement, self.records.device)
 
     def interrupt(self, reason: str) -> None:
-        """The workspace ends the call."""
+        """Does nothing: the workspace ends the call."""
 
     def memory(self) -> dict[str, int]:
         """See `Holdings.memory`."""
@@ -743,7 +743,7 @@ class CudaHoldings:
 
 
 def _nothing() -> None:
-    """What calls of gradients have to forget: their records are the layer's."""
+    """Clears nothing: the records of calls of gradients are the layer's."""
 
 
 def _usable_device(cfg: MoEConfig, world: World) -> torch.device:

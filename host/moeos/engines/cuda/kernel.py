@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A kernel that is loaded on a GPU, and the arguments that a layer's launches of it are given.
 
-Layers of one shape share a loaded kernel. This file knows the driver, and nothing of what the bytes
-of the arguments mean.
+Layers of one shape share a loaded kernel. Must not depend on what the bytes of the arguments mean.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from moeos.engines.cuda.nvshmem_heap import fill_in_state, forget_state
 
 
 class LaunchArguments:
-    """What the launches of one layer are given.
+    """The arguments of one layer's launches.
 
     Attributes:
         arguments: uint8, the records of the ranks of a launch, as they are when it is made.
@@ -36,7 +35,7 @@ class LaunchArguments:
 
     @classmethod
     def of_ranks(cls, record: NDArray[numpy.uint8], ranks: int) -> LaunchArguments:
-        """Of one rank, whose record stays where it is; or with room for those of several."""
+        """Arguments of one rank, whose record stays where it is, or of several, in a new array."""
         return cls(record if ranks == 1 else numpy.tile(record, ranks))
 
 
@@ -84,7 +83,7 @@ class LoadedKernel:
         launch.attrs = [together]
         launch.numAttrs = 1
         self._launch = launch
-        self._stream: int | None = None  # of the launch before
+        self._stream: int | None = None  # the stream of the launch before
 
     def launch(self, stream: int, launch: LaunchArguments) -> None:
         """Launches it on a stream."""

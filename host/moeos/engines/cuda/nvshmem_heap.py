@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """NVSHMEM: memory that all ranks of a world have, and puts to GPUs that this one cannot address.
 
-The only file that calls NVSHMEM. It starts once in a process and with one set of processes, so it
-serves one world at a time. It knows nothing of what lies in the memory.
+The only file that calls NVSHMEM, which starts once in a process and with one set of processes, so
+it serves one world at a time. Must not depend on what lies in the memory.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _running: _Running | None = None
 
 
 def serve(world: World, device: torch.device, why: str) -> None:
-    """Has NVSHMEM serve a world; starts it, if it does not run. Collective.
+    """Makes NVSHMEM serve a world; starts it, if it does not run. Collective.
 
     It is never ended, which would wait for all ranks; it ends with the process. `why`: it is
     needed, for the error that says that it is missing.
@@ -103,7 +103,7 @@ def peers_memory(own: Tensor, size: int) -> list[Tensor | None]:
 
 
 def mapped_peers(control: ControlPlane) -> list[bool]:
-    """[P] whose memory this GPU can address. Collective."""
+    """[P] whether this GPU can address the rank's memory. Collective."""
 
     def look() -> list[bool]:
         probe = allocate(_PROBE_BYTES)
@@ -149,7 +149,7 @@ def finish_puts(rank: int, deadline: float) -> None:
 
 
 def fill_in_state(library: int) -> None:
-    """Has NVSHMEM, which is running, fill in its state in a loaded kernel that puts by it."""
+    """Makes NVSHMEM, which is running, fill in its state in a loaded kernel that puts by it."""
     _bindings().culibrary_init(library)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which peers a rank's kernel writes to directly, and how it reaches the others.
 
-The only file that decides it. It knows nothing of heaps' contents or of launches.
+The only file that decides it. Must not depend on heaps' contents or launches.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Peers:
         return found
 
     def table(self, heap: DeviceHeap) -> list[int]:
-        """What the kernel is given of each rank [2 P]: the address of its heap that it stores to, 0
-        where it must not, and then the address that its transport puts to."""
+        """[2 P] for the kernel: the address of each rank's heap that it stores to, 0 where it must
+        not, and then the address that its transport puts to."""
         stores = [
             memory.data_ptr() if near and memory is not None else 0
             for near, memory in zip(self.direct, heap.heaps, strict=True)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rank's memory says after a call: the failure, if there is one, counters and events.
 
-Where things lie, `_runtime.Sizes.offsets` says. It reads and waits for nothing but its own copies.
+`_runtime.Sizes.offsets` says where things lie. This file reads and waits for only its own copies.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class HostFailure:
 
     def read(self) -> Failure | None:
         """The failure, or None as long as no kernel has left a call because of one."""
-        # The kernel writes the kind last: whoever reads the rest behind it sees that. A lock that
-        # is left and taken again keeps this order also where loads may pass each other.
+        # The kernel writes the kind last: a thread that reads the rest after it sees all. A lock
+        # that is left and taken again keeps this order where loads may pass each other.
         with self._order:
             kind = self._looked_at[0]
         if kind == 0:
@@ -75,13 +75,13 @@ def first_failure(heap: Tensor, offsets: dict[str, int]) -> Failure | None:
     raised = [word for word in torch.cat(words).view(torch.int64).tolist() if word != 0]
     if not raised:
         return None
-    failed = min(raised) & _NONE  # of the earliest call: the epoch is the upper half
+    failed = min(raised) & _NONE  # in the earliest call: the epoch is the upper half
     at = offsets["failures"] + (failed - 1) * CACHE_LINE
     return Failure(heap[at : at + _FAILURE.itemsize].cpu().numpy().tobytes())
 
 
 def host_abort(rank: int) -> tuple[Tensor, Tensor]:
-    """What a rank that gives up writes into a heap, in pinned memory: its record, then the word."""
+    """The bytes that a rank that gives up writes into a heap: its record, then the abort word."""
     record = numpy.zeros(1, _FAILURE)
     record["kind"], record["rank"] = FailureKind.HOST_ABORT, rank
     for name in ("peer", "expert", "chunk"):
@@ -109,8 +109,8 @@ def stats_of(
     *,
     left: bool = False,
 ) -> CallStats:
-    """What a rank did in a layer's last call, from the layer's records. Waits for the current
-    stream. `left`: the call left its partial sums, and sent none.
+    """The counters of a layer's last call on a rank, from the layer's records. Waits for the
+    current stream. `left`: the call left its partial sums, and sent none.
     """
 
     def noted(name: str, kind: numpy.dtype[numpy.void], count: int) -> NDArray[numpy.void]:
@@ -147,8 +147,8 @@ def trace_of(
     behind: int,
     placement: Placement | None = None,
 ) -> RankTrace:
-    """What a rank's actors noted of a layer's last call, from the layer's records. Waits for the
-    current stream.
+    """The events that a rank's actors noted in a layer's last call, from the layer's records. Waits
+    for the current stream.
 
     `behind`: by how many nanoseconds the GPU's clock is behind the one that times are given by.
     """

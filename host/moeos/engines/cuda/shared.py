@@ -2,7 +2,7 @@
 """What all layers of a world share on its GPU: the order of launches, and symmetric heaps.
 
 A heap of NVSHMEM is freed by all ranks together, and a workspace may be collected on one rank
-earlier than on another. So its heap is kept, for the next one that fits. This file knows nothing of
+earlier than on another. So its heap is kept, for the next workspace that fits. Must not depend on
 layers, kernels or what lies in a heap.
 """
 
@@ -23,7 +23,7 @@ from moeos.world.control import ControlPlane, require_equal
 from moeos.world.world import World
 
 MakeHeap = Callable[[int], DeviceHeap]
-"""A new heap of so many bytes. Collective."""
+"""Makes a heap of the given number of bytes. Collective."""
 
 
 class HeapPool:
@@ -43,9 +43,9 @@ class HeapPool:
         self._control = control
         self._make = make
         self._settle = settle  # waits for all kernels
-        self._heaps: dict[int, DeviceHeap] = {}  # of the same numbers on all ranks
+        self._heaps: dict[int, DeviceHeap] = {}  # by numbers that are equal on all ranks
         self._made = 0
-        self._free: set[int] = set()  # which of them nobody of this rank uses
+        self._free: set[int] = set()  # which of them this rank does not use
         self._ended = False
 
     def take(self, size: int) -> tuple[DeviceHeap, bool]:
@@ -70,7 +70,7 @@ class HeapPool:
         return self._heaps[number], True
 
     def give_back(self, heap: DeviceHeap) -> None:
-        """No kernel of this rank uses the heap any more. Not collective; from any thread."""
+        """Notes that no kernel of this rank uses the heap any more. Not collective; any thread."""
         self._free.add(self._number_of(heap))
 
     def free(self, heap: DeviceHeap) -> None:
@@ -79,12 +79,12 @@ class HeapPool:
         heap.close()
 
     def memory(self) -> dict[str, int]:
-        """See `Holdings.memory`: of heaps that nobody uses here."""
+        """See `Holdings.memory`: of heaps that this rank does not use."""
         spare = [self._heaps[number].size for number in list(self._free)]
         return {"spare": sum(spare)} if spare else {}
 
     def interrupt(self, reason: str) -> None:
-        """See `Holdings`: no call is its own."""
+        """See `Holdings`: it makes no calls."""
 
     def end(self, *, world_ends: bool = False) -> bool:
         """Frees all heaps, together with the peers."""
@@ -121,7 +121,7 @@ class SharedOnGpu:
 
     @classmethod
     def of(cls, world: World, device: torch.device) -> SharedOnGpu:
-        """What the layers of a world share; its first layer's device is the current one."""
+        """The shared parts of a world's layers; its first layer's device is the current one."""
         found = _of_world.get(world)
         if found is None:
             found = _of_world[world] = cls(world, device)
@@ -138,7 +138,7 @@ class SharedOnGpu:
         return heap
 
     def give_heap_back(self, heap: DeviceHeap) -> None:
-        """No kernel of this rank uses the heap any more."""
+        """Gives a heap back that no kernel of this rank uses any more."""
         self._pool.give_back(heap)
 
     def free_heap(self, heap: DeviceHeap) -> None:

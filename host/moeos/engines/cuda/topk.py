@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`moeos.topk` on a GPU: a kernel for a type of logits, and for how many of them are chosen.
 
-It knows tensors, the compiler and the driver, and nothing of derivatives.
+Must not depend on derivatives: it knows tensors, the compiler and the driver.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 Softmax = Literal["all", "chosen"]
-"""As `moeos.topk` takes it."""
+"""The argument `softmax` of `moeos.topk`."""
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of logits, in the order of MOEOS_TYPE in kernels/topk.cu."""
+"""Dtypes of logits, in the order of MOEOS_TYPE in kernels/topk.cu."""
 
 THREADS = 256
-"""Of a block."""
+"""Threads of a block."""
 
 _SOURCE, _KERNEL = "kernels/topk.cu", "moeos_topk"
 _LANES = 32
@@ -34,8 +34,8 @@ _ARGUMENTS = (
 
 
 def takes(logits: Tensor) -> bool:
-    """Whether the kernel can be given these: tensors with memory, which nobody traces, and without
-    a forward derivative; and whether there is a compiler for it.
+    """Whether the kernel can take these: tensors with memory, which are not being traced and have
+    no forward derivative; and whether there is a compiler for it.
     """
     return (
         logits.is_cuda
@@ -61,13 +61,13 @@ def _can_compile() -> bool:
 
 
 def cut(count: int, k: int) -> tuple[int, int]:
-    """Of rows of so many logits: keys that a lane keeps, and lanes of a row, both powers of two."""
+    """Keys that a lane keeps, and lanes of a row of `count` logits, both powers of two."""
     kept = _power(k)
     return kept, min(_LANES, _power(-(-count // max(_OF_A_LANE, kept))))
 
 
 def number_of(softmax: Softmax | None) -> int:
-    """In kernels/topk.cu."""
+    """The number of `softmax` in kernels/topk.cu."""
     return 0 if softmax is None else 1 + get_args(Softmax).index(softmax)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Waits for a GPU in which the main thread sees signals.
 
-It knows nothing of what the GPU does.
+Must not depend on what the GPU does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def synchronize(device: torch.device) -> None:
         context = ask(driver.cuCtxGetCurrent())
 
     def wait() -> None:
-        # Not by torch: it does not bear that the interpreter ends while one of its threads waits.
+        # Not by torch, which fails if the interpreter ends while one of its threads waits.
         ask(driver.cuCtxSetCurrent(context))
         ask(driver.cuCtxSynchronize())
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the layers of a workspace share on a GPU: a heap, memory, loaded kernels.
+"""The parts of a GPU that the layers of a workspace share: a heap, memory, loaded kernels.
 
-It makes them as large as the largest layer needs. It knows nothing of calls or of weights.
+It makes them as large as the largest layer needs. Must not depend on calls or weights.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ Value = TypeVar("Value")
 
 @dataclasses.dataclass
 class CudaShape:
-    """The layers of one config: what they share beside what all layers do.
+    """The layers of one config: what they share in addition to what all layers do.
 
     Attributes:
         index: of the shape, in the order in which they came.
-        kernels: by their code. Of virtual ranks rank 0 alone has some.
+        kernels: by their code. Among virtual ranks, rank 0 alone has some.
     """
 
     index: int
@@ -50,7 +50,7 @@ class CudaShape:
 
 
 _KNOWN_BACKWARDS = 4096
-"""More than a stream takes before the host sees that one of them has failed."""
+"""More calls than a stream takes before the host sees that one of them has failed."""
 
 
 @dataclasses.dataclass
@@ -160,7 +160,7 @@ class CudaWorkspace:
         return shape
 
     def buffers(self, shape: CudaShape) -> RankBuffers:
-        """What calls of a shape use."""
+        """The buffers that calls of a shape use."""
         now = self._now
         assert now is not None  # the shape has been admitted
         return RankBuffers(
@@ -173,17 +173,17 @@ class CudaWorkspace:
         )
 
     def add(self, key: object, clear: Callable[[], None], move: Callable[[], None]) -> None:
-        """A layer has records, which `clear` clears, and uses `buffers`, which it asks for anew in
-        `move`.
+        """Adds a layer: `clear` clears its records, and `move` asks anew for the `buffers` that it
+        uses.
         """
         self._layers[key] = clear, move
 
     def remove(self, key: object) -> None:
-        """The layer is gone."""
+        """Removes a layer that is gone."""
         self._layers.pop(key, None)
 
     def note_backward(self, of: int) -> None:
-        """The call that begins next is the backward of call `of`."""
+        """Notes that the call that begins next is the backward of call `of`."""
         now = self._now
         assert now is not None  # its layer has been admitted
         now.backwards[self.begun + 1 - now.since] = of
@@ -191,14 +191,14 @@ class CudaWorkspace:
             del now.backwards[next(iter(now.backwards))]
 
     def derived_in(self, epoch: int) -> int:
-        """The call whose backward the call of an epoch is; 0 if nobody knows, as where graphs make
+        """The call whose backward the call of an epoch is; 0 if unknown, as where graphs make
         calls.
         """
         now = self._now
         return 0 if now is None or now.captured else now.backwards.get(epoch, 0)
 
     def note_capture(self) -> None:
-        """A call has become part of a graph: its buffers stay until the world is closed."""
+        """Notes that a call is part of a graph: its buffers stay until the world is closed."""
         assert self._now is not None  # a layer was called
         self._now.captured = True
 
@@ -270,7 +270,7 @@ class CudaWorkspace:
     def end(self, *, world_ends: bool = False) -> bool:
         """Waits for the calls and gives back memory, kernels and heaps.
 
-        False beside an interruption and, unless the world ends, as long as a capture forbids to
+        False during an interruption and, unless the world ends, as long as a capture forbids to
         wait or a graph may replay a call.
         """
         if self._now is None:
@@ -307,7 +307,7 @@ class CudaWorkspace:
         self._peers = peers
         self._slicing = slicing
         self._device = device
-        self._offsets = sizes.offsets  # those in a heap and in control are of all shapes
+        self._offsets = sizes.offsets  # offsets in a heap and in control hold for all shapes
         self._abort_stream = torch.cuda.Stream()
         self._abort_record, self._abort_word = cuda_records.host_abort(self._rank)
         self.failure = self._agree(cuda_records.HostFailure, "the host's pinned memory")
@@ -330,7 +330,7 @@ class CudaWorkspace:
                 heap=heap,
                 control=self._zeros(shapes[0].control_bytes),
                 tables=[self._zeros(sizes.tables_bytes) for sizes in shapes],
-                # Zeros, as the second product reads rows that no tile of this call has written.
+                # Zeros, as GEMM1 reads rows that no tile of this call has written.
                 between=self._zeros(between),
                 peers=torch.tensor(self._table(heap), device=self._device),
                 since=self.begun,

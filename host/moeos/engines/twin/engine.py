@@ -38,17 +38,17 @@ DTYPES = (torch.float32, torch.bfloat16)
 """Storage types that the twin computes with."""
 
 _TILE_ROWS = 128
-"""As on the GPU, so that both pack the same tiles."""
+"""The GPU's number, so that both pack the same tiles."""
 _ROUTE_TOKENS = 32
-"""So few that some processors share a call of few tokens."""
+"""Few enough that several processors share a call of few tokens."""
 _DEDUP_ROWS = 16
-"""It gains nothing here, where peers share their memory: so few, so that it is seen to be right."""
+"""Sending tokens once gains nothing where peers share memory: low, so that tests exercise it."""
 _DEDUP_AFTER = 1
-"""Likewise: one chunk of all that such a source sends brings all of its rows."""
+"""Likewise: the first chunk from such a source brings all of its rows."""
 _DISPATCH_TOKENS = 4
 """Likewise: calls of few tokens have some, and others none."""
 _UP_FRONT_ROWS = 32
-"""Likewise: some calls beside remote peers are planned up front, others as rows arrive."""
+"""Likewise: some calls with remote peers are planned up front, others as rows arrive."""
 
 
 def sizes_of(
@@ -97,8 +97,8 @@ def gradient_sizes_of(
     places: int = 0,
     slicing: Slicing = WHOLE,
 ) -> _runtime.Sizes:
-    """The same of its calls of gradients, which are of routed experts alone. Of slices each rank
-    gets all sums.
+    """The sizes of a layer's calls of gradients, which have routed experts alone. Where experts are
+    cut, each rank gets all sums.
     """
     routed = routed_alone(cfg)
     place = (world_size, processors, remote, trace_events, places)
@@ -112,7 +112,7 @@ class TwinEngine:
     """One layer on one rank of the twin. Collective to make.
 
     Calls of the layers of a workspace may come from any threads, and run one at a time, in the same
-    order on every rank. Those of another workspace may run beside, in another order on every rank.
+    order on every rank. Calls of another workspace may run at the same time, in any order.
     """
 
     @staticmethod
@@ -165,7 +165,7 @@ class TwinEngine:
         self._gradients: TwinShape | None = None  # made when they are first asked for
         own = experts_of(cfg, self._place, self._holders, placement)
         self._saved_rows = saved_rows(cfg, self._holders, len(own))
-        self._last = sizes  # of the last call
+        self._last = sizes  # sizes of the last call
         self._holdings.hold_records(self._shape.sizes, placement)
 
     def forward(self, tensors: CallTensors) -> None:
@@ -247,7 +247,7 @@ class TwinEngine:
             self._call_pieces(checked)
             self._add_up(checked)
         except BaseException as error:
-            # Behind the kernel, too, a rank that leaves without sums fails the workspace.
+            # After the kernel, too, a rank that leaves without sums fails the workspace.
             self._shared.give_up(interrupted=not isinstance(error, PeerTimeout))
             raise
 
@@ -262,7 +262,7 @@ class TwinEngine:
 
         def look() -> None:
             failure = rank.failure()
-            if failure.epoch < rank.epoch:  # a peer may have failed in a call behind this
+            if failure.epoch < rank.epoch:  # a peer may have failed in a call after this
                 self._require_well(failure, identity)
 
         self._reduction.add_up(tensors.out, look)
@@ -363,8 +363,8 @@ class TwinEngine:
     def _inputs(
         self, tokens: int, *of_all: torch.Tensor | None, **of_tokens: torch.Tensor | None
     ) -> int:
-        """What ranks with slices of the same experts compare: a digest of what must be equal, of
-        tensors with a row a token and of others.
+        """The word that ranks with slices of the same experts compare: a digest of what must be
+        equal, of tensors with one row per token and of others.
         """
         if not self._slicing.sums:
             return 0
@@ -376,7 +376,7 @@ class TwinEngine:
 
     @property
     def _tokens_apart(self) -> int:
-        """A digest is a multiple of it, so that its sum with the number of tokens tells that."""
+        """A digest is a multiple of this, so that its sum with the number of tokens shows both."""
         return 1 << self._cfg.max_tokens.bit_length()
 
     def _stats(self) -> CallStats:
@@ -443,8 +443,8 @@ class TwinEngine:
         chosen: tuple[torch.Tensor, torch.Tensor] | None = None,
         saved: saved_tensors.Share | None = None,
     ) -> None:
-        """`chosen`: where the gate's choice is written, if somebody asks, and `saved`: what the
-        first product makes.
+        """Runs one piece. `chosen`: where the gate's choice is written, and `saved`: where GEMM0's
+        results are, if they are wanted.
         """
         cfg = self._cfg
         tokens = values.count_tokens(tensors.tokens, tensors.x.shape[0])
@@ -463,7 +463,7 @@ class TwinEngine:
             inputs=self._inputs(
                 *(tokens, tensors.gate, tensors.selection_bias),
                 *(tensors.router_bias, tensors.expert_scale),
-                # Who adds up all rows needs as many of each slice.
+                # The all-reduce of all rows needs equally many from each slice.
                 torch.tensor(tensors.x.shape[0], device="cpu") if self._left else None,
                 x=tensors.x,
                 x_scale=tensors.x_scale,
@@ -520,7 +520,7 @@ class TwinEngine:
 
 
 class TwinHoldings:
-    """What a layer has of its own on the twin; see `moeos.world.world.Holdings`.
+    """The part of the twin that a layer has for itself; see `moeos.world.world.Holdings`.
 
     Attributes:
         records: what it noted of its last call; None before they are made and after the end.
@@ -534,7 +534,7 @@ class TwinHoldings:
         self._bytes = 0
 
     def hold_records(self, sizes: _runtime.Sizes, placement: Placement | None) -> None:
-        """Makes them, with where experts lie."""
+        """Makes the records, with where experts lie."""
         begins, places = ([], []) if placement is None else placement.table()
         self.records = _twin.Records(
             sizes=sizes, faults=self._faults.packed(), places_from=begins, places=places
@@ -543,7 +543,7 @@ class TwinHoldings:
         self._shared.add(self, self._clear)
 
     def interrupt(self, reason: str) -> None:
-        """The workspace ends the call."""
+        """Does nothing: the workspace ends the call."""
 
     def memory(self) -> dict[str, int]:
         """See `Holdings.memory`."""
@@ -566,7 +566,7 @@ def _address(tensor: torch.Tensor | None) -> int:
 
 
 def _given(tensor: torch.Tensor | None) -> int:
-    """The address of what the caller may give; never 0, which means that there is none."""
+    """The address of an optional tensor that is given; never 0, which means that there is none."""
     if tensor is None:
         return 0
     return tensor.data_ptr() or torch.iinfo(torch.int64).max

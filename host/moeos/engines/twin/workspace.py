@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the layers of a workspace share on the twin: a heap, memory, threads.
+"""The parts of the twin that the layers of a workspace share: a heap, memory, threads.
 
-It makes them as large as the largest layer needs. It knows nothing of calls or of weights.
+It makes them as large as the largest layer needs. Must not depend on calls or weights.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _FEWER = "make the world with fewer processors: moeos.TwinOptions(processors=...
 
 @dataclasses.dataclass
 class TwinShape:
-    """Calls of the layers of one config, either forward or of gradients: what they share beside
-    what all calls do.
+    """What the calls of one config's layers, forward or of gradients, share in addition to what all
+    calls do.
     """
 
     sizes: _runtime.Sizes
@@ -57,8 +57,8 @@ class TwinWorkspace:
         self._layers: dict[object, Callable[[], None]] = {}
         self._heap: SymmetricHeap | None = None
         self._shared: _twin.Shared | None = None
-        # No heap is unmapped while an abort writes into it. A handler may abort amid a growth, too:
-        # it then finds either heap whole.
+        # No heap is unmapped while an abort writes into it. A handler may abort during a growth,
+        # too: it then finds either heap whole.
         self._lock = threading.RLock()
 
     def admit(
@@ -99,11 +99,11 @@ class TwinWorkspace:
         return shape
 
     def add(self, key: object, clear: Callable[[], None]) -> None:
-        """A layer has records, which `clear` clears."""
+        """Adds a layer; `clear` clears its records."""
         self._layers[key] = clear
 
     def remove(self, key: object) -> None:
-        """The layer is gone."""
+        """Removes a layer that is gone."""
         self._layers.pop(key, None)
 
     def require_open(self) -> None:
@@ -127,8 +127,8 @@ class TwinWorkspace:
             one.renew()
 
     def go_on_alone(self) -> None:
-        """Before a call: what one before has failed with is over where nobody else must agree to
-        it. A rank that gave up stays so, and damage lasts.
+        """Clears an earlier call's failure before a call, if no other rank must agree. A rank that
+        gave up stays so, and damage lasts.
         """
         if self._live_world().size > 1:
             return
@@ -160,8 +160,8 @@ class TwinWorkspace:
                 rank.abort()
 
     def give_up(self, *, interrupted: bool) -> None:
-        """The same, where nothing has failed. `interrupted`: by a signal, behind the kernel of the
-        last call.
+        """Aborts this rank's calls where none has failed. `interrupted`: by a signal, after the
+        kernel of the last call.
         """
         with self._lock:
             rank = self._rank()
@@ -169,11 +169,11 @@ class TwinWorkspace:
                 rank.abort(interrupted)
 
     def _rank(self) -> _twin.Rank | None:
-        """Any of them: failures are of all."""
+        """Any of the ranks: they share failures."""
         return next((shape.rank for shape in self._shapes.values() if shape.rank), None)
 
     def end(self, *, world_ends: bool = False) -> bool:
-        """Joins the threads, frees the buffers, unmaps the heap. False beside an interruption."""
+        """Joins the threads, frees the buffers, unmaps the heap. False during an interruption."""
         if not self._lock.acquire(blocking=world_ends):
             return False
         try:
