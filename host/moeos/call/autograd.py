@@ -30,7 +30,8 @@ from moeos.system.dynamo import hidden
 
 X, _WEIGHTS, _OWN = 1, 2, 3
 PLACE = {name: _OWN + number for number, name in enumerate(call_checks.OWN)}
-"""Of the inputs of `_Call.forward`: how, x, the caller's weights, and a call's own tensors."""
+"""Indices into the inputs of `_Call.forward`: how, x, the caller's weights, the call's own tensors.
+"""
 
 
 DERIVED = ("x", "topk_weights", *call_checks.WEIGHTS, *call_checks.ROUTER, *call_checks.SHARED)
@@ -39,7 +40,7 @@ none."""
 
 
 _SUMS = torch.float32
-"""Of gradients of parameters, before they are rounded."""
+"""The dtype of gradients of parameters before they are rounded."""
 
 
 class How(NamedTuple):
@@ -320,7 +321,7 @@ def received(d_out: Tensor) -> Tensor:
 
     Raises `RuntimeError` for a batch of gradients.
     """
-    # Of the two classes of batches PyTorch names one key alone; both have it in their names.
+    # PyTorch names the key of only one of its two classes of batches; both keys contain this word.
     if "Batched" in repr(torch._C._dispatch_keys(d_out)):
         raise RuntimeError(
             "the backward of a MoELayer takes one gradient of its output, and this is a batch of "
@@ -453,7 +454,7 @@ def _derive(
     asked = [place for place, leaf in leaves.items() if leaf is not None and leaf.requires_grad]
     if not asked:
         return {}
-    # Of a number: of a tensor, whose gradient is given, it would import sympy amid the backward.
+    # Differentiate a scalar: for a tensor with a given gradient, PyTorch would import sympy here.
     with torch.enable_grad():
         total = torch.dot(function(*leaves.values()).flatten(), d_made.double().flatten())
     derived = torch.autograd.grad(total, [leaves[place] for place in asked])  # type: ignore[arg-type]

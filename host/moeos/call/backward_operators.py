@@ -173,8 +173,8 @@ def _leave_unchecked(tensor: Tensor | None) -> None:
 
 _FIRST_OWN = 1 + 3 + custom_op.ROUTING
 _PLACES = (3, 5, *range(_FIRST_OWN, _FIRST_OWN + len(_NAMES) - 2))
-"""Of what `_NAMES` names: inputs of `_Differentiable.forward`, which are what was asked, then
-order, key, x and the routing, and a call's own tensors.
+"""Indices of the tensors in `_NAMES` among the inputs of `_Differentiable.forward`: what was asked,
+order, key, x, the routing and the call's own tensors.
 """
 
 

@@ -25,17 +25,17 @@ from moeos.system import tensor_memory
 WEIGHTS = ("w1", "b1", "w2", "b2", "w3")
 """The tensors of a call that experts compute with, in the operator's order."""
 MATRICES = ("w1", "w2", "w3")
-"""Those of them that have a matrix for each expert."""
+"""The weights that hold a matrix for each expert."""
 ROUTER = ("gate.weight", "gate.selection_bias", "gate.bias", "gate.expert_scale")
-"""Those that a router chooses with, in the operator's order behind the weights."""
+"""The router's tensors, in the operator's order; they follow the weights."""
 _BUFFERS = ("gate.selection_bias", "gate.expert_scale")
-"""Those of the router that are buffers, where all others are parameters."""
+"""The router's tensors that are buffers; all others are parameters."""
 SHARED = ("shared_w1", "shared_w2", "shared_gate")
-"""Those of the shared experts, in the operator's order behind the router's."""
+"""The shared experts' tensors, in the operator's order; they follow the router's."""
 SCALES = ("w1_scale", "w2_scale", "w1_scale_2", "w2_scale_2")
-"""Those of weights that are codes, in the operator's order behind the shared experts'."""
+"""The scales of quantized weights, in the operator's order; they follow the shared experts'."""
 SHARED_SCALES = tuple(f"shared_{name}" for name in SCALES)
-"""Those of the shared experts' weights that are codes, behind them."""
+"""The scales of quantized shared experts; they follow `SCALES`."""
 OWN = (*WEIGHTS, *ROUTER, *SHARED, *SCALES, *SHARED_SCALES)
 """All that are not of a call's tokens, in the operator's order."""
 _READ = ("x", "topk_ids", "topk_weights", "tokens", "x_scale", *OWN)
@@ -67,18 +67,18 @@ _FIELDS = {
     "shared_w1_scale_2": _NO_SHARED_SECOND,
     "shared_w2_scale_2": _NO_SHARED_SECOND,
 }
-"""What a config says that has no such tensor, and what of one that has."""
+"""By tensor: the config that has none, and the setting that adds it."""
 
 CODES = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
-"""Of weights that some format has, and the dtype that is mistaken for one."""
+"""The dtypes of quantized weights, and one that is mistaken for them."""
 X_CODES = torch.float8_e4m3fn
-"""Of tokens that the caller has quantised."""
+"""The dtype of tokens that the caller has quantized."""
 X_SCALES = tuple(
     dtype
     for dtype in (torch.float32, torch.uint8, getattr(torch, "float8_e8m0fnu", None))
     if dtype is not None
 )
-"""Of their scales; the third in torch 2.7 and newer."""
+"""The dtypes of their scales; torch 2.7 and newer has the third."""
 _PACKED = (getattr(torch, "float4_e2m1fn_x2", None),)  # torch 2.8 and newer
 """Floating dtypes of which an element is several numbers, and that PyTorch converts to no other."""
 
@@ -100,8 +100,8 @@ class Expected(NamedTuple):
 
 
 def expected_weights(cfg: MoEConfig, experts: int) -> tuple[Expected | None, ...]:
-    """Of one rank's `experts` experts, in the order of `WEIGHTS`; None where there is no such
-    tensor.
+    """What one rank's `experts` experts hold, in the order of `WEIGHTS`; None for a tensor that the
+    config lacks.
     """
 
     def bias(name: str, length: int) -> Expected | None:
@@ -136,14 +136,16 @@ def _matrices(
 
 
 def expected_scales(cfg: MoEConfig, experts: int) -> tuple[Expected | None, ...]:
-    """Of one rank's `experts` experts, in the order of `SCALES`; None where there is no such
-    tensor.
+    """The scales of one rank's `experts` experts, in the order of `SCALES`; None for a tensor that
+    the config lacks.
     """
     return _scales(cfg, "weight_format", SCALES, experts, cfg.intermediate)
 
 
 def expected_shared_scales(cfg: MoEConfig) -> tuple[Expected | None, ...]:
-    """In the order of `SHARED_SCALES`; None where there is no such tensor."""
+    """The shared experts' scales, in the order of `SHARED_SCALES`; None for a tensor that the
+    config lacks.
+    """
     number, width = cfg.shared_experts, cfg.shared_intermediate
     return _scales(cfg, "shared_weight_format", SHARED_SCALES, number, width)
 
@@ -151,8 +153,8 @@ def expected_shared_scales(cfg: MoEConfig) -> tuple[Expected | None, ...]:
 def _scales(
     cfg: MoEConfig, field: str, names: Sequence[str], number: int, width: int
 ) -> tuple[Expected | None, ...]:
-    """Of so many MLPs with so many values between their matrices, in the format that a field of the
-    config says.
+    """The scales of `number` MLPs of intermediate size `width`, in the format that the config's
+    `field` names.
     """
     format_name: WeightFormat | None = getattr(cfg, field)
     if format_name is None:

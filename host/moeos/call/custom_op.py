@@ -43,7 +43,7 @@ _numbered: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionar
 # the schema each call writes it, so no compiler may drop a call whose output is not used, make one
 # of two equal calls, or let two calls change places, all of which would leave the peers waiting.
 library = torch.library.Library("moeos", "DEF")
-"""Of all operators of moeos."""
+"""Holds all operators of moeos."""
 TENSORS = (
     "Tensor(a!) order, Tensor key, Tensor x, Tensor? topk_ids, Tensor? topk_weights, "
     "Tensor? tokens, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? w3, Tensor? gate, "
@@ -54,7 +54,7 @@ TENSORS = (
     "Tensor? shared_w1_scale_2, Tensor? shared_w2_scale_2"
 )
 ROUTING = 3
-"""Of these, from topk_ids on; what follows is the caller's own."""
+"""The number of tensors of the routing, from topk_ids on; the caller's own follow."""
 HOW = "*, int pairs, bool any_ids=False, int pieces=1"
 """`pairs`: of a token, with experts or their slices, which is for `moeos.call.flops` alone."""
 library.define(f"forward({TENSORS}, {HOW}) -> Tensor")
@@ -280,4 +280,4 @@ forward = torch.ops.moeos.forward.default
 """The operator: order [1], the engine's key, then the tensors of `CallTensors` but `out` and
 `x_scale`."""
 forward_into = torch.ops.moeos.forward_into.default
-"""The same with `x_scale` and `out` behind them."""
+"""Takes `x_scale` and `out` after the tensors of `forward`."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 KINDS = 4
-"""Of tensors that are kept of calls with equally many."""
+"""Kinds of tensors that are kept, for each number of tensors that a call may have."""
 
 _MOST_GIVEN = 5  # x, ids, weights, tokens and out
 _Kind = tuple[Callable[..., bool], bool]  # whether tensors are like these, and any wants a gradient
@@ -26,13 +26,13 @@ _Kind = tuple[Callable[..., bool], bool]  # whether tensors are like these, and 
 class KnownTensors:
     """What the tensors of one caller's calls were like.
 
-    Of each it is the class, dtype, device, shape and strides, whether it wants a gradient, and what
-    in this thread acts on operators that get it (inference mode, autocast, modes, transforms). Of
-    rows, of the routing and of the output the number of rows may be any.
+    Each tensor is known by its class, dtype, device, shape and strides, by whether it requires a
+    gradient, and by what in this thread acts on operators that get it (inference mode, autocast,
+    modes, transforms). The number of rows of x, the routing and the output may be any.
 
     Args:
-        present: which of the tensors that are not of a call's tokens there must be; of the others
-            there must be none.
+        present: which of the tensors that do not belong to a call's tokens must exist; all others
+            must be None.
     """
 
     def __init__(self, present: Sequence[bool]) -> None:

@@ -109,7 +109,7 @@ def check(what: str, main_grad: object, parameter: Tensor) -> None:
 
 
 def check_form(what: str, main_grad: Tensor, parameter: Tensor) -> None:
-    """The same, but for what is known of memory alone."""
+    """Raises as `check` does, but checks nothing about the memory of `main_grad`."""
     if main_grad.shape != parameter.shape:
         raise ValueError(
             f"{what} has shape {list(main_grad.shape)}; it must be the parameter's, "

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a layer with `MoEConfig.rounding` routes: in PyTorch, before its call.
 
-The same rules as the kernel's router, in float32, and then token rounding where the layer trains.
-It knows a config and the gate's tensors, and nothing of modules, engines or ranks.
+The rules are those of the kernel's router, in float32; token rounding follows where the layer
+trains. This file must not depend on modules, engines or ranks.
 """
 
 from __future__ import annotations

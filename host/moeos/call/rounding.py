@@ -32,7 +32,7 @@ def round_tokens(
 
     An expert with f tokens gets the multiple below f or the one above it, and so differs by less
     than a tile. Below, its tokens with the lowest scores are dropped. Above, the tokens with the
-    highest scores among all others are added. Of equal scores the lower token is kept or added.
+    highest scores among all others are added. Among equal scores the lower token is kept or added.
 
     How it is decided, with f' the multiple above:
         NR-f: above if f' is nearer.
