@@ -60,8 +60,8 @@ def load_block(
     of all experts in a file (`open_tensors`) only their part.
 
     Quantised matrices of routed experts are kept as they are shipped in the config's
-    `weight_format`. Where it is None, and of shared experts, they are dequantised, which is said
-    once, with the memory that it costs.
+    `weight_format`. Where that is None, and for shared experts, they are dequantized; a warning
+    says so once, with the memory that it costs.
 
     A DTensor is taken as well. Where it is cut by experts and lies as the ranks' experts do, each
     rank takes its own part. Otherwise its ranks gather it, so that all of them must call.
@@ -87,9 +87,9 @@ def load_block(
         placement: where experts lie; None: in order.
         slicing: how a layer's ranks cut experts, `moeos.partition.slicing.slicing_of` of its
             arguments. Each rank then has its slice of its experts, and of shared ones where these
-            are cut, too; "b2" is whole. Of files it reads no more, but for int4, DeepSeek-V4's
-            scales, and slices that end amid a block: these it reads one by one, and keeps its
-            slice.
+            are cut, too; "b2" is whole. From files it reads only its slice, except for int4,
+            DeepSeek-V4's scales, and slices that end inside a block: these tensors it reads one by
+            one and keeps its slice.
 
     Returns:
         contiguous copies in cfg.dtype on the device of the router, with I and Is of a slice:
@@ -313,7 +313,7 @@ class _Experts:
         return {"shared_w1": w1.flatten(1, 2), "shared_w2": w2}
 
     def _held_shared(self, found: SharedNames, wanted: WeightFormat) -> dict[str, Tensor]:
-        """The same as they are shipped: codes and scales, by their names in the layer."""
+        """The shared experts as they are shipped: codes and scales, by their names in the layer."""
         cfg, part, layout = self._cfg, self._part, found.layout
         n, width = cfg.shared_experts, cfg.shared_intermediate
         if n > 1:
@@ -406,8 +406,8 @@ class _Experts:
         return made
 
     def _held_matrices(self, name: str, stored: Stored) -> dict[str, Tensor]:
-        """The same in the config's format, as they are shipped: codes and scales, by their names in
-        the layer.
+        """The routed experts' matrix in the config's format, as it is shipped: codes and scales, by
+        their names in the layer.
         """
         wanted = self._cfg.weight_format
         assert wanted is not None
@@ -429,7 +429,7 @@ class _Experts:
         return _by_name(name, made)
 
     def _mine_of(self, whole: Tensor, mine: torch.Size, halves: int = 1) -> Tensor:
-        """Of what experts have, [X, ...], this rank's slice of that shape; or all of it."""
+        """This rank's slice, of shape `mine`, of an experts' tensor [X, ...]; or all of it."""
         return self._slicing.part(whole, whole.shape, mine, halves, self._rank)
 
     def _rooms(
@@ -470,7 +470,7 @@ class _Experts:
         return made
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        """Of each of these experts; in the layer's dtype where none is given."""
+        """An empty tensor with `shape` for each expert; by default in the layer's dtype."""
         shape = (len(self._experts), *shape)
         return torch.empty(shape, dtype=dtype or self._cfg.dtype, device=self._device)
 

@@ -28,7 +28,7 @@ class Cut:
     runs: tuple[tuple[int, int], ...]
 
     def turned(self) -> Cut:
-        """The same of a matrix that lies the other way."""
+        """This cut of the transposed matrix."""
         return Cut(1 - self.dim, self.runs)
 
     def indices(self, dims: int) -> list[tuple[slice, ...]]:
@@ -102,11 +102,11 @@ class Stored:
         grains: Mapping[str, tuple[tuple[int, int], ...]],
         shapes: Mapping[str, tuple[int, ...]],
     ) -> dict[str, Cut | None]:
-        """The same of each part of such a tensor, by its name in `shapes`.
+        """What this rank takes of each part of such a tensor, by the part's name in `shapes`.
 
-        None at all where parts have to be taken whole: where their shapes are not those of the
-        matrix's format, or a slice ends amid an element. `grains`: of a part the rows and columns
-        for which an element stands, 0 for all of them; the first that fits its shape counts.
+        Empty where parts have to be taken whole: where their shapes are not those of the matrix's
+        format, or a slice ends inside an element. `grains`: the rows and columns for which an
+        element of a part stands, 0 for all of them; the first that fits the part's shape counts.
         """
         cut, found = self.cut, dict[str, Cut | None]()
         if cut is None:

@@ -552,8 +552,8 @@ def parts_of(matrices: Sequence[str], allowed: Sequence[str]) -> dict[str, tuple
 
 
 def require_format(shown: str, found: Sequence[str], allowed: Sequence[str]) -> StoredFormat:
-    """The same as `of_parts` of parts of which there are some, the first of them called `shown`;
-    raises `ValueError` where there is no such format.
+    """The format that `of_parts` finds for at least one part, the first of them called `shown`;
+    raises `ValueError` where there is none.
     """
     row = of_parts(found, allowed)
     if row is None:
