@@ -56,17 +56,17 @@ _EQUAL = (*call_checks.SHARED, *call_checks.SHARED_SCALES)
 """What is equal on all ranks, as the gate is."""
 _SMALL_FLOATS = (torch.float8_e4m3fn,)
 _SLICE = re.compile(r"([0-9]+)of([0-9]+)")
-"""Behind a tensor's name in a state dict: which slice of it, of how many."""
+"""Follows a tensor's name in a state dict: the number of its slice, and how many there are."""
 _EXPERT = re.compile(rf"([0-9]+)(\.{_SLICE.pattern})?")
-"""The same of which expert, or of which slice of it."""
+"""Follows a tensor's name in a state dict: an expert's number, or also that of its slice."""
 _PART = re.compile(rf"{_EXPERT.pattern}|{_SLICE.pattern}")
-"""Any of these."""
+"""Any of these endings."""
 _HALVED = ("w1", "b1", "shared_w1")
 """What names of tensors begin with that have a gate's rows and up rows."""
 _MOST_RUNS = 8
-"""Of consecutive experts that `print` shows."""
+"""Runs of consecutive experts that `print` shows."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""By their bytes."""
+"""Integer dtypes, by their bytes."""
 
 
 class Gate(nn.Module):
@@ -868,7 +868,7 @@ class MoELayer(nn.Module):
         return self._slicing.part(drawn, whole, part, self._halves(name), self._place[0])
 
     def _halves(self, name: str) -> int:
-        """Of a tensor with gates and ups 2, of which each is cut alone."""
+        """2 for a tensor of gates and ups, each of which is cut alone; else 1."""
         return self.cfg.halves if name.startswith(_HALVED) else 1
 
     def set_matrix(self, name: str, local: int, numbers: torch.Tensor) -> None:
@@ -975,11 +975,11 @@ class MoELayer(nn.Module):
         return self._parameters.get(state_names.state_name(self.cfg, name))
 
     def _key(self, prefix: str, name: str) -> str:
-        """Of that parameter in a state dict."""
+        """The key, in a state dict, of the parameter that a call knows as `name`."""
         return prefix + state_names.state_name(self.cfg, name)
 
     def _names_of_experts(self) -> list[str]:
-        """Of the parameters that each rank holds for its own experts."""
+        """The names of the parameters that each rank holds for its own experts."""
         return [state_names.state_name(self.cfg, name) for name in wrappers.EXPERTS]
 
     def _holding(self) -> tuple[int, int]:
@@ -1063,9 +1063,9 @@ class MoELayer(nn.Module):
         is_cut: bool,
         taken: dict[str, Any],
     ) -> bool:
-        """The same of one tensor, called `joined`: of experts of the shape `whole`, or of a single
-        one. `found`: the keys of its slices, by number and count; `is_cut`: whether ranks of this
-        layer have slices of it. Returns whether it is there now.
+        """Joins the slices of one tensor, called `joined`: of all experts, with the shape `whole`,
+        or of a single one. `found`: the keys of its slices, by number and count; `is_cut`: whether
+        ranks of this layer have slices of it. Returns whether it is there now.
         """
         slicing = self._slicing
         for count in sorted({of for _, of in found}):
@@ -1315,7 +1315,7 @@ class MoELayer(nn.Module):
         return self._expected_of(self._slicing.cut(self.cfg))
 
     def _expected_of(self, cfg: MoEConfig) -> dict[str, call_checks.Expected]:
-        """The same with the sizes of a config."""
+        """What the parameters but the router's are to be, with the sizes of `cfg`."""
         local = len(self._own())
         every = (
             *call_checks.expected_weights(cfg, local),

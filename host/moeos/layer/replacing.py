@@ -108,7 +108,7 @@ class SharingLayers(NamedTuple):
 
     @property
     def workspaces(self) -> list[Workspace]:
-        """Of all its layers, in whose gates they move."""
+        """The workspaces of all its layers, through whose gates experts move."""
         every = (self.layer, *self.fellows.values(), *self.unknown.values())
         return [layer.experts.workspace for layer in every if layer.experts is not None]
 
@@ -179,7 +179,7 @@ class SharingLayers(NamedTuple):
             optimizers.left_behind(self.layer, name, parameter, old, passed)
 
     def _parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Those of all layers' experts, each once, by names that all ranks have."""
+        """The parameters of all layers' experts, each once, by names that all ranks have."""
         seen = set()
         for number, layer in [(None, self.layer), *sorted(self.fellows.items())]:
             for name in wrappers.EXPERTS:

@@ -50,7 +50,7 @@ EXPERTS = ("w1", "w2", "b1", "b2", "w1_scale", "w2_scale", "w1_scale_2", "w2_sca
 """The parameters of a layer that each rank holds for its own experts only."""
 
 _SHARED = tuple(f"shared_{name}" for name in EXPERTS if not name.startswith("b"))
-"""Those of the shared experts, which have no biases."""
+"""The parameters of the shared experts, which have no biases."""
 
 _FSDP = "torch.distributed.fsdp."
 
@@ -172,8 +172,8 @@ def _install_fsdp() -> None:
 
 
 def _having(name: str, *places: str) -> list[Any]:
-    """Those of the modules in `_FSDP` that have `name`. Raises `RuntimeError` if none has, and
-    somebody has imported one.
+    """The modules in `_FSDP` that have `name`. Raises `RuntimeError` if one has been imported and
+    none has `name`.
     """
     found = [sys.modules.get(_FSDP + place) for place in places]
     there = [one for one in found if one is not None and not _is_being_imported(one)]
