@@ -272,7 +272,7 @@ def _agreed(
 
 
 def _held(trained: list[Tensor], world: World) -> list[str]:
-    """Of each parameter, what must be equal on all ranks that have replicas of it."""
+    """What must be equal, for each parameter, on all ranks that have replicas of it."""
     holders = wrappers.experts_held()
     found = []
     for parameter in trained:
@@ -290,16 +290,16 @@ def _held(trained: list[Tensor], world: World) -> list[str]:
 
 
 def _key(member: Membership) -> tuple[str, int]:
-    """Of a group in `World.beside`: another one may get the name of one that was destroyed."""
+    """A group's key in `World.beside`: a new group may get the name of a destroyed one."""
     return member.group.group_name, id(member.group)
 
 
 class _Round:
-    """The number of what ranks of a group begin together: one behind the last that any has left.
+    """The number of what ranks of a group begin together: one after the last that any has left.
 
-    Each rank tells in the group's store which round it left last, whatever its call ended by. So
-    ranks that have missed a call, or left one before the others came, meet again: in any call that
-    no rank makes before all have ended the one before.
+    Each rank writes to the group's store which round it left last, however its call ended. So ranks
+    that have missed a call, or left one before the others came, meet again: in any call that no
+    rank makes before all have ended the one before.
     """
 
     def __init__(self, member: Membership, deadline: float, meeting: Meeting) -> None:
@@ -381,7 +381,9 @@ class _Group:
         self.control.abort(reason)
 
     def leave(self, reason: str) -> None:
-        """The same, and this rank's next one meets the others' next one."""
+        """Ends the waits of all its ranks, and lets this rank's next round meet the others' next
+        one.
+        """
         self._leave_round()
         self.control.abort(reason)
 
