@@ -18,8 +18,8 @@ from moeos.config import reference
 from moeos.config.activations import FORMULAS
 from moeos.config.config import MoEConfig
 
-# Of either sign, near 0, around every clamp in use, and where the curves have become straight.
-# In float64, as float32 would lose the tails of GELU.
+# Numbers of either sign, near 0, around every clamp in use, and where the curves have become
+# straight. They are float64, as float32 would lose the tails of GELU.
 _NUMBERS = torch.tensor(
     [0.0, 0.01, 0.1, 0.5, 1.0, 1.7, 2.5, 4.0, 6.5, 7.5, 9.5, 10.5, 31.0, 1e4],
     dtype=torch.float64,

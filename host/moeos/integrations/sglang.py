@@ -167,7 +167,7 @@ class MoeosRunnerCore(DispatchMoeRunnerCore):
 
 
 class MoeosFp8RunnerCore(MoeosRunnerCore):
-    """The same of experts in FP8, whose products are of FP8 by FP8: tokens are rounded."""
+    """Runs experts in FP8 by W8A8: tokens are quantized, too."""
 
     name = FP8_NAME
     activation_format: ActivationFormat | None = "fp8_group128"

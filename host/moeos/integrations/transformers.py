@@ -210,7 +210,7 @@ class MoeosSlices(MoeExpertsParallel):
 
 
 def _group_of(mesh: Any) -> Any:
-    """Of the ranks that have one batch."""
+    """The group of the ranks that have one batch."""
     return mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
 
 

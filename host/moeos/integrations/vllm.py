@@ -59,7 +59,7 @@ class MoeosConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> QuantizationConfig:
-        """Of a quantised checkpoint it is vLLM's own config, with experts by moeos."""
+        """For a quantized checkpoint this is vLLM's own config, with experts by moeos."""
         if config.get("quant_method") is None:
             return cls()
         from moeos.integrations import vllm_quantized  # spares vLLM's layers

@@ -83,7 +83,7 @@ class Options:
 
     @classmethod
     def current(cls) -> Options:
-        """Those of the vLLM config in force; `ValueError` for a name that is no option."""
+        """The options in the current vLLM config; `ValueError` for a name that is no option."""
         additional = get_current_vllm_config().additional_config
         given = additional.get(shared.NAME, {}) if isinstance(additional, dict) else {}
         names = [field.name for field in dataclasses.fields(cls)]
@@ -109,10 +109,10 @@ class MoeosExperts(mk.FusedMoEExpertsModular):
     """
 
     weight_format: WeightFormat | None = None
-    """Of the layer's weights; who makes these sets it."""
+    """The format of the layer's weights; the code that creates these experts sets it."""
 
     options: Options
-    """Likewise."""
+    """The options of moeos; the code that creates these experts sets them."""
 
     _made: shared.OfProcess
 
@@ -202,9 +202,9 @@ class MoeosExperts(mk.FusedMoEExpertsModular):
         """Writes the weighted sum of each token's experts into `output` [M, K].
 
         `topk_ids` number the experts of all ranks, so `expert_map`, which says the same of the
-        placement as `require_placement`, has nothing to add. The workspaces have no elements. Of
-        slices the biases of w2 are whole: those of the first rank are added, whatever vLLM's
-        loaders have put in the place of the others'.
+        placement as `require_placement`, has nothing to add. The workspaces have no elements.
+        Slices hold whole biases of w2: the first rank's are added, whatever vLLM's loaders have put
+        in place of the others'.
         """
         if apply_router_weight_on_input:  # with one expert a token, by vLLM's rule
             hidden_states = hidden_states * topk_weights.to(hidden_states.dtype)

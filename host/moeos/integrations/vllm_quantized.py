@@ -40,8 +40,8 @@ except ImportError as error:
 
 
 def config_of(config: dict[str, Any]) -> QuantizationConfig:
-    """Of a checkpoint whose `quantization_config` this is; `ValueError` for what moeos does not
-    compute.
+    """The config of experts for a checkpoint's `quantization_config`; `ValueError` for what moeos
+    does not compute.
     """
     if config["quant_method"] == "fp8":
         return MoeosFp8Config.from_config(config)
