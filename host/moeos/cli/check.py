@@ -132,12 +132,12 @@ class Checker:
 
 def share_weights(layer: MoELayer) -> dict[str, Tensor]:
     """The weights of all experts, in the layer's dtype: w1 and w2, b1 and b2 where it has them, and
-    shared_w1 and shared_w2 where they are cut. Those of a format are what their codes stand for.
-    Where an activation format multiplies codes by codes, nothing rounds them to that dtype: they
-    are float32.
+    shared_w1 and shared_w2 where they are cut. Quantized weights are dequantized. Where an
+    activation format multiplies codes by codes, nothing rounds the weights to that dtype: they are
+    float32.
 
-    Collective. Each rank copies its own into rank 0's part of a new heap in this machine's memory,
-    and all see them there: one copy for all ranks. It is gone when the world is closed.
+    Collective. Each rank copies its own weights into rank 0's part of a new heap in this machine's
+    memory, so all ranks read one copy. The heap is gone when the world is closed.
     """
     world = layer.world
     cfg = layer.cfg

@@ -231,7 +231,8 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int, slicing: Slicing = WHOLE) -
         dispatches = sum(sizes.dispatch_parts(sum(chunks_to_rank), n) for n in to_rank)
     once = [peer for peer in range(1, ranks) if sizes.deduplicates(to_rank[peer])]
 
-    # Of the other ranks only what they send to rank 0: all would be P times E numbers.
+    # The other ranks' rows are counted only where they go to rank 0: all would be P times E
+    # numbers.
     by_expert = [*zip(*(rows(source, range(local)) for source in range(ranks)), strict=True)]
     planned, product0_parts, product1_parts = sizes.plan(by_expert)
     tiles = padding = received = busy_experts = replicated = 0
@@ -263,7 +264,7 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int, slicing: Slicing = WHOLE) -
         _rows_once(cfg, sizes, held[peer], sent, tokens) if peer in once else to_rank[peer]
         for peer in peers
     ]
-    # Of each of them the other way: `starts` are now what it has sent to rank 0.
+    # `starts` now holds how many rows each peer has sent to rank 0.
     dispatch_bytes = [rows * sizes.sent_bytes for rows in dispatched]
     combine_bytes = [starts[peer] * sizes.returned_bytes for peer in peers]
     flag_bytes = [4 * (chunks_to_rank[peer] + flags[peer] + origins[peer]) for peer in peers]
@@ -309,8 +310,8 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int, slicing: Slicing = WHOLE) -
 
 
 def _work_of_slice(cfg: MoEConfig, ranks: int, tokens: int, slicing: Slicing) -> Work:
-    """Of a rank with slices of experts: it does what a rank does that shares out experts with those
-    of its slice, and sends sums to the others of its group, which come first.
+    """The work of a rank with slices of experts: that of a rank which divides experts among the
+    ranks of its slice, and the sums it sends to the rest of its group, which come first.
     """
     cut, others = slicing.cut(cfg), slicing.slices - 1
     whole = work_of(cut, slicing.holders(ranks), tokens)
@@ -336,7 +337,7 @@ def _work_of_slice(cfg: MoEConfig, ranks: int, tokens: int, slicing: Slicing) ->
 
 
 def _sizes_of(cut: MoEConfig, ranks: int, slicing: Slicing) -> _runtime.Sizes:
-    """Of a rank with one processor of the twin; `cut`: the config of one slice."""
+    """The sizes of a rank with one processor of the twin; `cut`: the config of one slice."""
     _, world = slicing.place(0, ranks)
     places = cut.experts_per_rank(slicing.holders(ranks)) if slicing.apart else 0
     rows = slicing.sizes(cut, slicing.holders(ranks))
@@ -368,7 +369,7 @@ def _expert_bytes(cfg: MoEConfig) -> int:
 
 
 def expert_bytes_by_name(cfg: MoEConfig) -> dict[str, int]:
-    """Of each tensor of one expert, by its name in the layer."""
+    """The bytes of each tensor of one expert, by its name in the layer."""
     every = (*expected_weights(cfg, 1), *expected_scales(cfg, 1))
     return {
         wanted.name: wanted.shape.numel() * wanted.dtype.itemsize

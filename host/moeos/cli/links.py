@@ -29,7 +29,7 @@ SECONDS = 1.0
 DEADLINE = 2.0
 """Seconds that one wait of a kernel may take."""
 PAYLOAD_BYTES = 1 << 16
-"""Of a round."""
+"""Bytes that a round carries."""
 
 _SOURCE = "kernels/links.cu"
 _THREADS = 1024

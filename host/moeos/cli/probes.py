@@ -65,7 +65,7 @@ def torch_build() -> Finding:
 
 
 def cores_and_memory() -> Finding:
-    """Of this machine, as far as this process may use them."""
+    """The cores and memory of this machine that this process may use."""
     total, available = machine.memory()
     found = (
         f"{machine.cores()} cores, {machine.processor()}; {output.size(total)} of memory, "
@@ -171,7 +171,7 @@ def torch_cuda() -> Finding:
 
 
 def bindings() -> Finding:
-    """Of CUDA's driver, from Python."""
+    """Whether Python can call CUDA's driver."""
     what = "cuda-bindings"
     version = machine.version_of(what)
     found = f"{version or 'none'} (loads and launches kernels)"

@@ -27,7 +27,9 @@ class SliceOptions:
     reduce: str = "auto"
 
     def slicing(self, ranks: int) -> Slicing:
-        """Of a world of so many ranks. Raises `ValueError` for what a layer would refuse."""
+        """The slicing of a world of `ranks` ranks. Raises `ValueError` for what a layer would
+        refuse.
+        """
         return slicing_of(
             self.parallel, "replicated", ranks, self.tensor_ranks, self.layout, self.reduce
         )

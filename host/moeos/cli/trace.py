@@ -231,7 +231,7 @@ def _about(
 
 
 def _arguments_of_call(plan: _TracePlan, group: dist.ProcessGroup | None) -> Arguments:
-    """Those of the layer; and of slices who has added up in the call, whatever was asked."""
+    """The layer's arguments; slices get the `reduce` that the call used, whatever was asked."""
     slicing, tokens = plan.slicing, len(plan.batch.x)
     if not slicing.sums:
         return slicing.arguments

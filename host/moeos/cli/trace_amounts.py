@@ -24,7 +24,7 @@ from moeos.partition.rates import H200
 from moeos.partition.slicing import WHOLE, Slicing, slicing_of
 
 CACHE_BYTES = 40_000_000
-"""Of the cache that weights are replayed through: what an H200's L2 holds of them beside rows."""
+"""The cache that weights are replayed through: the part of an H200's L2 that rows leave to them."""
 
 _PREFIXES = ("", "k", "M", "G", "T", "P")
 
@@ -62,10 +62,10 @@ class Amount:
 def work_of(
     call: CallTrace, stages: Sequence[Stage], about: Mapping[str, Any]
 ) -> dict[str, Amount]:
-    """Of each stage: the router's and the GEMMs' FLOPs, against the dense rate of such products;
-    the rows that Dispatch and Replicate copy and that Combine reads, in bytes, against the
-    memory's. Rows that only pad a tile do not count. Where experts are sliced, each rank does its
-    part of them for all tokens, and Combine reads partial sums and sums, too.
+    """The amount of each stage: the router's and the GEMMs' FLOPs, against the dense rate of such
+    products; the rows that Dispatch and Replicate copy and that Combine reads, in bytes, against
+    the memory's. Rows that only pad a tile do not count. Where experts are sliced, each rank does
+    its part of them for all tokens, and Combine reads partial sums and sums, too.
 
     Without what is copied where parts are missing; empty where `about` does not say what ran.
     """
@@ -187,7 +187,7 @@ def _sums_read(about: Mapping[str, Any], ranks: int) -> int:
 
 
 def _config_of(about: Mapping[str, Any], ranks: int) -> MoEConfig | None:
-    """Of what each of so many ranks computes: where experts are sliced, of one slice."""
+    """The config that each of `ranks` ranks computes: of one slice where experts are sliced."""
     if not {"config", "tokens", "routing"} <= about.keys():
         return None
     fields = dict(about["config"])

@@ -80,7 +80,7 @@ class Report:
             print("\nevents are missing: what waited for what is not known", flush=True)
 
     def as_json(self) -> dict[str, Any]:
-        """The same numbers; times in ns of the call's clock."""
+        """The report as JSON; times are in ns of the call's clock."""
         return {
             **self._about,
             "length_ns": self._call.length,

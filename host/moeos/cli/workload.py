@@ -40,7 +40,7 @@ class Batch:
     places: Tensor | None = None
 
     def on(self, device: torch.device) -> Batch:
-        """The same arguments in a device's memory."""
+        """These arguments in a device's memory."""
         parts = (self.x, self.topk_ids, self.topk_weights)
         return Batch(*(None if part is None else part.to(device) for part in parts))  # type: ignore[arg-type]
 

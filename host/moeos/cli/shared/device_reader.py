@@ -14,9 +14,9 @@ FLUSH_BYTES = 1 << 28
 """Read to put everything else out of an L2 cache of at most a quarter of it."""
 
 THREADS = 1024
-"""Of a block."""
+"""The threads of a block."""
 VECTOR_BYTES = 16
-"""Of a load."""
+"""The bytes of a load."""
 
 _SOURCE = """
 struct alignas(16) Vector { unsigned int x, y, z, w; };

@@ -18,7 +18,7 @@ from rich.table import Table
 STDOUT = Path("-")
 """What stands for stdout where a file for JSON is named."""
 JSON_HELP = "Writes {} to this file; - is stdout, which then has nothing else."
-"""Of the option --json."""
+"""The help of the option --json."""
 
 _LABEL_WIDTH = 28
 _COLUMN_WIDTH = 13

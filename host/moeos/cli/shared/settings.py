@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table [run] of a config: what a command does where its options do not say otherwise.
 
-`MoEConfig.from_toml` reads the rest of the file. Of a layer this file knows only how many tokens a
-call of it takes.
+`MoEConfig.from_toml` reads the rest of the file. This file knows only one number of a layer: the
+tokens that a call takes.
 """
 
 from __future__ import annotations

@@ -24,12 +24,12 @@ RETURNS = KINDS.index("returns")
 STAGES = (ROUTE, DISPATCH, REPLICATE, PRODUCT0, PRODUCT1, COMBINE)
 """Kinds of tasks in the order in which a row meets them."""
 COURIERS = (DISPATCH, REPLICATE)
-"""Kinds of tasks that couriers do, on a GPU beside a processor's others."""
+"""Kinds of tasks that couriers do, on a GPU at the same time as a processor's other tasks."""
 
 MOMENTS = ("claimed", "loading", "computing", "computed", "stored", "visible")
-"""Of a part, in order; only the first and the last are always there."""
+"""The moments of a part, in order; only the first and the last are always there."""
 PHASES = ("fetching", "loading", "computing", "storing", "publishing")
-"""What a part was at before each moment but the first, since the moment before that it has."""
+"""What a part did before each moment but the first, since the latest earlier moment that it has."""
 
 PART = numpy.dtype(
     [
@@ -103,7 +103,7 @@ class CallTrace:
 
     @property
     def processors(self) -> int:
-        """Of all ranks together."""
+        """The processors of all ranks together."""
         return sum(trace.processors for trace in self.ranks)
 
     @property
@@ -167,7 +167,7 @@ def actor_name(trace: RankTrace, actor: int) -> str:
 
 
 def kind_name(kind: int) -> str:
-    """Of a part or a step."""
+    """The name of the kind of a part or a step."""
     return KINDS[kind]
 
 

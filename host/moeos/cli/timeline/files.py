@@ -124,7 +124,7 @@ def _rank(arrays: Any, rank: int, size: int) -> RankTrace:
     dispatches, copies = (
         parts[parts["kind"] == TASK_KINDS.index(kind)] for kind in ("dispatch", "replicate")
     )
-    # Of a chunk's parts, that one has its rows which is complete last.
+    # A chunk's rows are noted in the part that is complete last.
     announced = not len(dispatches) or bool(dispatches["rows"].any()) or any(trace.dropped)
     if len(others) != len(dispatches) + len(copies) or not announced:
         raise ValueError(f"an event of rank {rank} is of an older runtime")

@@ -62,10 +62,10 @@ class Mark:
 
 @dataclasses.dataclass(frozen=True)
 class OtherCall:
-    """The same call of another layer, drawn as one bar a rank below the others.
+    """This call of another layer, drawn as one bar for each rank below the others.
 
     Attributes:
-        name: of that layer.
+        name: the other layer's.
         begins: of each rank, ns from the step's begin to its call.
         ends: of each rank, ns from the step's begin to its call's end.
     """
@@ -76,7 +76,7 @@ class OtherCall:
 
 
 def digest(call: CallTrace) -> str:
-    """Of what a picture of this call shows."""
+    """A hash of what a picture of this call shows."""
     shown = call.parts[["rank", "processor", "kind", "work_begin", "work_end"]]
     columns = [numpy.ascontiguousarray(shown[name]) for name in shown.dtype.names or ()]
     return hashlib.sha256(b"".join(column.tobytes() for column in columns)).hexdigest()

@@ -108,7 +108,7 @@ class ChainLink:
 
 
 def stages_of(call: CallTrace, causes: Causes) -> list[Stage]:
-    """Of each kind of task, in the order in which a row meets them."""
+    """A stage for each kind of task, in the order in which a row meets them."""
     found = []
     since = causes.since(call.parts)
     for kind in STAGES:
@@ -132,13 +132,13 @@ def stages_of(call: CallTrace, causes: Causes) -> list[Stage]:
 
 
 def intervals_of(call: CallTrace, count: int) -> list[Interval]:
-    """Of the call in so many stretches of equal length, in order; none of a call without length."""
+    """The call in `count` intervals of equal length, in order; none for a call without length."""
     bounds = numpy.linspace(0, call.length, count + 1, dtype=numpy.int64).tolist()
     return [_interval(call, begin, end) for begin, end in itertools.pairwise(bounds) if begin < end]
 
 
 def ranks_of(call: CallTrace) -> list[RankSummary]:
-    """Of each rank."""
+    """A summary of each rank."""
     found = []
     for trace in call.ranks:
         parts = call.parts[call.parts["rank"] == trace.rank]
