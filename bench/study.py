@@ -161,9 +161,8 @@ class Study:
         self.clock: Clock = clock_of(world, self.group)
 
     def cases(self, into: list[Case], asked: Sequence[Mapping[str, Any]]) -> Iterator[Case]:
-        """Those of the cases asked for that a list of the document lacks, one after the other.
-
-        Each is to be added. Between them memory is given back. Collective.
+        """Yields, one by one, the requested cases that `into` lacks; the caller adds each. Gives
+        memory back between cases. Collective.
         """
         here = [
             dict(case) for case in asked if not any(case.items() <= found.items() for found in into)

@@ -127,7 +127,7 @@ def _late(results: Mapping[str, Any]) -> Section:
         done = statistics.median(scenario["moeos"]["done_before"])
         delay = max(scenario["delays"][0])
         after = (percentile(step_seconds(scenario, "moeos"), 50) - delay) / undelayed
-        # Of an undelayed step, what does not depend on the late ranks, by even routing.
+        # The share of an undelayed step that does not depend on the late ranks, by even routing.
         independent = 1 - len(scenario["late"]) / results["ranks"]
         verdict = "met" if done >= DONE_BAR else "missed"
         if delay < DONE_BAR * independent * undelayed:

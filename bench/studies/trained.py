@@ -135,7 +135,7 @@ def moeos_forward(
 
 
 def gradients(y: Tensor, inputs: Inputs) -> Gradients:
-    """Those of `Inputs.wanted`; can be asked for again."""
+    """The gradients of `Inputs.wanted`. The graph is retained, so this can be called again."""
     return torch.autograd.grad(y, inputs.wanted, inputs.d_out, retain_graph=True)
 
 
