@@ -60,8 +60,8 @@ class How(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a call leaves for its backward, beside its own tensors, and the gradient of its output;
-    see `GradientTensors`. `dtype_of_weights`: of the caller's; None: the gate weighed.
+    """What a call leaves for its backward in addition to its own tensors, and the gradient of its
+    output; see `GradientTensors`. `dtype_of_weights`: of the caller's; None: the gate weighed.
     """
 
     x: Tensor

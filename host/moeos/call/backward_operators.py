@@ -311,7 +311,7 @@ output, the routing as backward needs it, which is ids, their weights and two nu
 tokens and of the call, and what the first product made of `saved_rows` rows.
 """
 backward = torch.ops.moeos.backward.default
-"""The operator: the engine's key, x, the gradient of the output, what `record` has returned behind
+"""The operator: the engine's key, x, the gradient of the output, what `record` has returned after
 the output, the call's own tensors, and what the backward before in this graph has returned last.
 """
 effects._register_effectful_op(backward, effects._EffectType.ORDERED)

@@ -233,8 +233,8 @@ def rows_of(
 ) -> torch.Tensor:
     """x as the rows of a call: contiguous [rows, H], of which it is a view wherever it can be.
 
-    Raises unless x is [..., H], at least 2-D, with as many rows as so many pieces can have.
-    `coded`: it is codes, which have scales.
+    Raises unless x is [..., H], at least 2-D, with no more rows than its pieces can have. `coded`:
+    it is codes, which have scales.
     """
     x = _require_dense("x", x)
     dimensions = x.dim()
@@ -319,7 +319,7 @@ def check_may_be_coded(cfg: MoEConfig, topk_ids: object, *, weigh: object) -> No
 def scale_of(
     cfg: MoEConfig, device: torch.device, lead: torch.Size, rows: int, scale: object
 ) -> torch.Tensor:
-    """The scales of the codes of so many rows: contiguous [rows, H / 128], fp32 or bytes (E8M0).
+    """The scales of the codes of `rows` rows: contiguous [rows, H / 128], fp32 or bytes (E8M0).
 
     Raises unless it is so, or [*lead, H / 128] with the leading dimensions of x.
     """
@@ -351,7 +351,7 @@ def routing_of(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """ids and weights, both [rows, k]; no weights where the gate weighs.
 
-    Raises unless they are the routing of so many rows, [rows, k], or [*lead, k] with the leading
+    Raises unless they are the routing of `rows` rows, [rows, k], or [*lead, k] with the leading
     dimensions of x.
     """
     if weigh and weights is not None:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layer's call as an operator of PyTorch, `moeos::forward`: compilers trace through it.
 
-`moeos::forward_into` is the same with the caller's output, and takes codes for x, too. Where
-nothing traces, transforms or watches what PyTorch does, a call need not go through an operator: see
+`moeos::forward_into` writes into the caller's output, and also takes x as codes. Where nothing
+traces, transforms or watches what PyTorch does, a call need not go through an operator: see
 `unwatched`.
 
-An engine is told by its key: a tensor of its own, found by its address. A number would be a
+An engine is identified by its key: a tensor of its own, found by its address. A number would be a
 constant of the graph, and each layer would need a graph of its own; a tensor is an input, so one
-graph serves all layers of a kind. It lies where the layer's tensors do: a graph with a tensor of
-the CPU could not be replayed by the GPU alone. This file knows nothing of modules, and of an engine
-only that it makes a call.
+graph serves all layers of a kind. The key lies on the layer's device: the GPU alone could not
+replay a graph with a CPU tensor. This file must not depend on modules, nor on anything of an engine
+but that it makes a call.
 """
 
 from __future__ import annotations
@@ -229,8 +229,8 @@ def _call(
     any_ids: bool,
     pieces: int,
 ) -> None:
-    # The operator asks by itself, but below the transforms of torch.func, which hide tangents from
-    # it: so who calls it asks as well.
+    # The operator checks tangents itself, but below the transforms of torch.func, which hide them:
+    # so its caller checks as well.
     check_tangents("MoELayer", x, x_scale, *inputs)
     call(engine, x, out, (*inputs[:ROUTING], x_scale), inputs[ROUTING:], any_ids, pieces)
 

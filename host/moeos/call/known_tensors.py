@@ -50,8 +50,8 @@ class KnownTensors:
         out: Any,
         own: tuple[Any, ...],
     ) -> bool:
-        """Whether these are like those of a call that was learned, of at most so many rows, and
-        nobody wants a gradient. None where there is no such tensor.
+        """Whether these tensors are like those of a learned call, with at most `most_rows` rows,
+        and no gradient is wanted. None stands for a tensor that a call does not have.
         """
         for place in self._absent:
             if own[place] is not None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients that a trainer keeps beside its parameters: `main_grad`, as Megatron-Core names it.
+"""Gradients that a trainer keeps next to its parameters: `main_grad`, as Megatron-Core names it.
 
-A backward adds to what is there, and leaves `grad` alone. It knows tensors and their names, and
-nothing of calls or engines.
+A backward adds to `main_grad`, and leaves `grad` alone. This file must not depend on calls or
+engines.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ def round_tokens(
         rounding: how.
         tile: tokens of a tile, at least 1.
         slots: the most experts of a token afterwards, k to E. None: E.
-        tokens: int32 or int64, one element: only so many tokens, from the first on, take part, and
-            the others get no expert. None: all.
+        tokens: int32 or int64, one element: only this many tokens, from the first on, take part,
+            and the others get no expert. None: all.
         summed: like `scores`, what NR-s sums up: those without a selection bias, where `scores`
             have one. Negative numbers count as 0. None: `scores`.
         generator: draws the numbers; on the device of `scores`. None: PyTorch's own.
@@ -204,7 +204,7 @@ def _within_slots(
     rises: Tensor,
     slots: int,
 ) -> Tensor:
-    """Who takes which token, [S, E], where a token has so many slots.
+    """Which expert takes which token, [S, E], where a token has `slots` slots.
 
     What is dropped is dropped first. Then experts that rise take tokens, the lowest expert first;
     one for which too few are left is rounded down instead.
