@@ -228,7 +228,7 @@ class _Experts:
         self._place = place  # of those that share out experts, whose they are, and how many
         self._in_order = in_order  # as `MoEConfig.experts_of` says
         self._device = device
-        self._slicing, self._rank = slices  # how experts are cut, and who holds them
+        self._slicing, self._rank = slices  # how experts are cut, and which rank holds them
         self._part = self._slicing.cut(cfg)  # the config of a slice
         self._stored = 0  # bytes of what was quantised, in the file
         self._held = 0  # and dequantised
@@ -435,7 +435,7 @@ class _Experts:
     def _rooms(
         self, number: int, wanted: WeightFormat, shape: tuple[int, ...], halves: int
     ) -> list[Tensor | None]:
-        """For codes, scales and second scales of so many matrices."""
+        """Empty tensors for codes, scales and second scales of `number` matrices."""
         kept, (rows, columns) = FORMATS[wanted], shape
         each: list[tuple[tuple[int, ...], torch.dtype]] = [
             (kept.code_shape(rows, columns), kept.code_dtype),
@@ -453,8 +453,8 @@ class _Experts:
         return self._prefix + part_name(template, part).format(self._experts[local])
 
     def _count(self, row: StoredFormat, parts: Mapping[str, Tensor], taken: int, kept: int) -> None:
-        """Adds a matrix of which so many numbers were taken, and so many kept, to what dequantised
-        ones take.
+        """Adds a matrix of which `taken` numbers were read and `kept` numbers are kept to the
+        memory of dequantized weights.
         """
         if row is not PLAIN:
             self._stored += sum(part.nbytes for part in parts.values()) * kept // taken
@@ -515,7 +515,7 @@ class _Experts:
         gathered = not isinstance(self._state_dict, files.ByParts) and any(
             sharding.is_cut(self._state_dict.get(self._prefix + name.format(expert)))
             for name in names.values()
-            for expert in (self._experts or range(1))[:1]  # who has none gathers with the others
+            for expert in (self._experts or range(1))[:1]  # an empty rank gathers, too
         )
         # To gather is collective: then each rank asks for all experts, in the same order.
         for expert in range(self._cfg.experts) if gathered else self._experts:
@@ -550,7 +550,7 @@ class _Experts:
             return {}  # nothing has to be read
         full = {part: self._prefix + name for part, name in names_.items()}
         if not all(name in tensors for name in full.values()):
-            return {}  # who reads them tells
+            return {}  # the reader raises for missing parts
         return stored.cuts(
             row.grains, {part: tensors.shape_of(name)[dims:] for part, name in full.items()}
         )

@@ -31,7 +31,7 @@ class SharedNames(NamedTuple):
     prefix: str
 
     def names(self, cfg: MoEConfig) -> list[str]:
-        """What may be there of them, behind the prefix."""
+        """The names that may exist after the prefix."""
         gate = [self.layout.gate] if cfg.shared_gate and self.layout.gate is not None else []
         return [*stored_matrices.parts_of(self.layout.matrices, self.layout.formats), *gate]
 

@@ -32,7 +32,7 @@ class Cut:
         return Cut(1 - self.dim, self.runs)
 
     def indices(self, dims: int) -> list[tuple[slice, ...]]:
-        """By run, which elements of a tensor with so many dimensions it has."""
+        """By run, which elements of a tensor with `dims` dimensions the cut has."""
         before = (slice(None),) * self.dim
         after = (slice(None),) * (dims - self.dim - 1)
         return [(*before, slice(*run), *after) for run in self.runs]
@@ -129,7 +129,7 @@ class Stored:
         return found
 
     def _fits(self, grain: tuple[int, int], shape: tuple[int, ...]) -> bool:
-        """Whether elements that stand for so many rows and columns have this shape."""
+        """Whether elements that stand for this many rows and columns have this shape."""
         grid = [
             1 if n == 0 else -(-length // n) for n, length in zip(grain, self.each, strict=True)
         ]

@@ -69,7 +69,7 @@ class StoredFormat:
         parts: the ends of the names of what it needs.
         dequantise: these, and the matrix's shape [rows, columns], to the matrix in float32, or in
             the dtype of what is not quantised. Raises `Unfit`.
-        unused: ends of names that may stand beside them: of what a matrix does not need, such as
+        unused: ends of names that may stand next to them: of what a matrix does not need, such as
             the scales of activations.
         held_as: the formats of a layer that can be it as it is shipped; see `hold`.
         grains: of each part the rows and columns of the matrix for which one element stands, 0 for
