@@ -35,11 +35,11 @@ _NOTHING_ELSE = (None,) * (len(call_checks.ROUTER) + len(call_checks.SHARED))
 _MADE_WITH = ("cfg", "world", "workspace", "device", "engine")
 """What experts keep as long as they live."""
 _NO_SHARED_SCALES = (None,) * len(call_checks.SHARED_SCALES)
-"""And behind them."""
+"""In place of the scales of shared experts, which follow the experts' own."""
 
 
 class CallKind(NamedTuple):
-    """Who makes a call, as far as it differs.
+    """What differs between calls of a layer and calls of `Experts`.
 
     Attributes:
         name: in what errors say.
@@ -57,7 +57,7 @@ class CallKind(NamedTuple):
 
 
 class Experts:
-    """What a layer computes behind its router, with weights that are the caller's: for a model that
+    """What a layer computes after its router, with weights that are the caller's: for a model that
     has its own router and its own parameters. One on each rank of a world.
 
     Collective: all ranks make it with the same config, and call it equally often; how many tokens a
@@ -127,7 +127,8 @@ class Experts:
         slicing: Slicing,
         placed: bool,
     ) -> Experts:
-        """Experts for who is in the world's gate and has the ranks' agreement. Collective.
+        """Makes experts for a caller that is in the world's gate and has the ranks' agreement.
+        Collective.
 
         `placed`: whether `place` may say later that experts lie elsewhere.
         """
@@ -396,7 +397,7 @@ class Experts:
                 )
 
     def stats(self) -> dict[str, Any]:
-        """As `MoELayer.stats`: of the last call of these experts, whoever has made it."""
+        """As `MoELayer.stats`: of the last call of these experts, by any caller."""
         stats = self._settled().stats()
         return {
             **vars(stats),
@@ -413,8 +414,8 @@ class Experts:
         self._settled().check()
 
     def place(self, placement: Placement) -> None:
-        """Experts lie elsewhere in the calls from now on: who passes their weights has moved them.
-        All ranks do it, with one placement, in the workspace's gate.
+        """Experts lie elsewhere in the calls from now on: the caller that passes their weights has
+        moved them. All ranks do it, with one placement, in the workspace's gate.
         """
         self._settled().place(placement)
         self.placement = placement

@@ -94,7 +94,7 @@ class Gate(nn.Module):
         self.expert_scale: torch.Tensor | None
 
     def rules(self) -> dict[str, torch.Tensor | None]:
-        """What `moeos.reference.route` and `moe` take by name beside the weight."""
+        """What `moeos.reference.route` and `moe` take by name in addition to the weight."""
         return {
             "selection_bias": self.selection_bias,
             "router_bias": self.bias,
@@ -197,8 +197,8 @@ class MoELayer(nn.Module):
     Groups share out the experts, by the rule of `cfg.experts_of(group, P / T)`, and the ranks of a
     group have slices of theirs, of I / T. With "tensor" they have the same tokens, and the ranks of
     other groups have others. With "expert" and "tensor" `layout` says where first products read
-    rows; with "tensor" `reduce` says who adds up what slices make: "fused", the kernel, or "after",
-    torch.distributed behind it. "auto" takes what costs less by the model of
+    rows; with "tensor" `reduce` says what adds up the slices' outputs: "fused", the kernel, or
+    "after", torch.distributed after the kernel. "auto" takes what costs less by the model of
     `moeos.partition.policies`. docs/tensor_parallel.md has more.
 
     Raises:
@@ -314,7 +314,7 @@ class MoELayer(nn.Module):
         world.layer_names[self._bound().engine.number] = prefix.rstrip(".")
 
     def _slow_forward(self, *args: Any, **options: Any) -> Any:
-        # A module's forward amid a trace. torch.onnx passes it all arguments by place.
+        # A module's forward during a trace. torch.onnx passes it all arguments by position.
         custom_op.refuse_onnx()
         return super()._slow_forward(*args, **options)  # type: ignore[no-untyped-call]
 
@@ -342,7 +342,7 @@ class MoELayer(nn.Module):
                 is rounded. Given together with topk_weights or `weigh`, or not at
                 all: then the layer routes by its gate.
             topk_weights: floating point weights of these experts, likewise, used as they are.
-            x_scale: with `cfg.activation_format`, who routes may pass x as codes: x in
+            x_scale: with `cfg.activation_format`, a caller that routes may pass x as codes: x in
                 torch.float8_e4m3fn, and its scales [rows, H / 128], or [..., H / 128] with the
                 leading dimensions of x, fp32 or E8M0 (also as uint8). They are sent as they are.
                 Not with shared experts, zero experts or `cfg.apply_router_weight_on_input`.
@@ -505,7 +505,7 @@ class MoELayer(nn.Module):
                 known of all ranks, the world is aborted.
         """
         self._bound()
-        held = HeldSignals()  # amid the move, of which the others hear by themselves
+        held = HeldSignals()  # during the move, in which the other ranks learn of them
 
         def replace() -> None:
             agreement.require_placement(placement)
@@ -527,7 +527,7 @@ class MoELayer(nn.Module):
         passed: Sequence[torch.optim.Optimizer],
         signals: HeldSignals,
     ) -> None:
-        """Collective, in the gates of the world and of the workspaces: nobody makes a call."""
+        """Collective, in the gates of the world and of the workspaces: no thread makes a call."""
         with replacing.nothing_moves():
             agreement.agree(self.cfg, self.world, self._place, "MoELayer.replace", placement)
         self._require_movable(placement)
@@ -859,7 +859,7 @@ class MoELayer(nn.Module):
             self.set_matrix(name, local, drawn)
 
     def _drawn(self, name: str, count: int, generator: torch.Generator) -> torch.Tensor:
-        """This rank's part of so many whole matrices that are drawn, in fp32."""
+        """This rank's part of `count` whole matrices that are drawn, in fp32."""
         whole, part = (
             torch.Size((count, *_shapes_of(cfg)[name]))
             for cfg in (self.cfg, self._slicing.cut(self.cfg))
@@ -1095,8 +1095,8 @@ class MoELayer(nn.Module):
         ]
 
     def _told_of_slices(self, key: str, found: list[tuple[int, int]]) -> str:
-        """What a rank is told of slices, each a number and of how many, that are not its own and
-        do not make a whole.
+        """The error text for slices, each a number and a count, that are not this rank's own and do
+        not make a whole.
         """
         there = ", ".join(f"{key}.{number}of{count}" for number, count in found)
         slicing, rank = self._slicing, self._place[0]

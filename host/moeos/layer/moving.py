@@ -37,7 +37,7 @@ class Move(NamedTuple):
 
     Attributes:
         expert: its number.
-        source, receiver: who has it, and who gets it.
+        source, receiver: the ranks that send and receive it.
     """
 
     expert: int
@@ -78,9 +78,10 @@ def fill(
 ) -> None:
     """Writes to `made` this rank's experts as `new` has them. Collective.
 
-    `held`: [X, ...] by name, as `old` has them, of the same names on all ranks with experts. Nobody
-    may change them until all ranks are back. The GPU has done what was launched, and no signal's
-    handler may raise here: what a rank leaves half sent, another takes for something else.
+    `held`: [X, ...] by name, as `old` has them, of the same names on all ranks with experts. They
+    must not change until the call has returned on all ranks. The GPU has done what was launched,
+    and no signal's handler may raise here: what a rank leaves half sent, another takes for
+    something else.
 
     Raises `PeerTimeout` where a rank does not send or take its experts before the world's deadline.
     """

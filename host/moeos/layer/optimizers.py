@@ -93,7 +93,7 @@ def state_of(
 ) -> dict[str, Tensor]:
     """What it keeps of experts, of which each has a part: tensors [X, ...] by their names.
 
-    Raises `ValueError` for a tensor of another shape, whose parts nobody knows, and `RuntimeError`
+    Raises `ValueError` for a tensor of another shape, whose parts are unknown, and `RuntimeError`
     for a state that is of other experts.
     """
     for one in _behind.get(optimizer, ()):

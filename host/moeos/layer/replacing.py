@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What goes along when a layer's experts move, and what keeps them from moving.
 
-Beside the weights these are gradients, what optimizers keep, other layers of the same weights, and
-what state dicts hold. This file knows layers, their parameters and optimizers, and nothing of
+In addition to the weights these are gradients, optimizer states, other layers with these weights,
+and what state dicts hold. This file knows layers, their parameters and optimizers, and nothing of
 engines, or of how tensors get to other ranks.
 """
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 _AT_LEAST = 1.0  # seconds that the last exchange waits, however long a rank's experts took
 _NOTHING = "No expert has moved"
-_MAX_TOLD = 2000  # characters of a rank's error that the others are told
+_MAX_TOLD = 2000  # characters of a rank's error that the others get
 
 
 class Given:
-    """The tensors in a layer's memory that its state dicts have, as long as somebody holds them.
+    """The tensors in a layer's memory that its state dicts have, as long as they are referenced.
 
     They have names of experts. So before others come to lie there, they get memory of their own.
     """
@@ -43,7 +43,7 @@ class Given:
         self._references: list[TensorWeakRef] = []
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        """Remembers some more, and forgets those that nobody holds."""
+        """Adds some, and forgets those that are no longer referenced."""
         kept = [one for one in self._references if one() is not None]
         self._references = kept + [TensorWeakRef(tensor) for tensor in tensors]
 
@@ -59,7 +59,8 @@ class SharingLayers(NamedTuple):
     Attributes:
         layer: whose experts are to move.
         fellows: others of the same weights, by their numbers.
-        unknown: the same where this rank has no experts, which cannot be told from others'.
+        unknown: such layers where this rank has no experts and so cannot distinguish them from
+            layers with other weights.
         own: the numbers of further layers of this world that could move: they have other weights.
         error: why they cannot move together; None where they can.
     """
@@ -174,7 +175,7 @@ class SharingLayers(NamedTuple):
         return [one.experts for one in (self.layer, *others) if one.experts is not None]
 
     def moved(self, old: Placement, passed: Sequence[Optimizer]) -> None:
-        """Optimizers that were not passed are told so: all experts lie elsewhere now."""
+        """Tells optimizers that were not passed that all experts lie elsewhere now."""
         for name, parameter in self._parameters():
             optimizers.left_behind(self.layer, name, parameter, old, passed)
 
@@ -200,7 +201,7 @@ def require_on_all(
     Collective.
 
     `interrupted`: what a signal's handler has raised here. `since`: when experts began to be sent,
-    of `time.monotonic()`; behind this exchange ranks change what they have. One that got no experts
+    of `time.monotonic()`; after this exchange ranks change what they have. One that got no experts
     comes here at the deadline from then on, and all wait for it `MARGIN` more, and no longer. A
     rank that cannot know whether the others have changed theirs aborts the world.
 
@@ -247,7 +248,9 @@ def require_on_all(
 
 @contextlib.contextmanager
 def nothing_moves() -> Iterator[None]:
-    """Before the last exchange: whoever is missing there keeps all others from moving theirs."""
+    """Wraps what precedes the last exchange: a rank that is missing there keeps all others from
+    moving their experts.
+    """
     try:
         yield
     except PeerTimeout as error:
@@ -357,7 +360,7 @@ def _require_same_tensors(signatures: list[dict[str, tuple[str, list[int]]] | No
 
 
 def _require_same_fellows(world: World, told: list[tuple[set[int], set[int]]]) -> None:
-    """`told`: by rank, which layers have these weights, and which have others."""
+    """`told` has, by rank, which layers have these weights, and which have others."""
     for rank, (shared, _) in enumerate(told):
         for other_rank, (_, own) in enumerate(told):
             both = shared & own

@@ -2,8 +2,8 @@
 """What wraps a whole model for data parallelism leaves a layer's experts alone.
 
 Wrappers make the parameters of all ranks equal, or cut them up, by name. Experts of equal names
-differ by rank, so either would destroy them without a word. This file knows of a layer only which
-of its tensors differ by rank, and how many ranks share them.
+differ by rank, so either would silently destroy them. This file must depend on nothing of a layer
+but which of its tensors differ by rank, and how many ranks share them.
 
 | wrapper | how it leaves experts alone |
 | --- | --- |
@@ -13,8 +13,8 @@ of its tensors differ by rank, and how many ranks share them.
 | `nn.DataParallel` | refused by the layer, which has one device |
 | `ZeroRedundancyOptimizer` | refused in its step, which sends whatever it was given |
 
-Of weights that a module passes to `Experts` by itself nobody knows before a call. A wrapper that
-takes tensors of their shape warns, and so does a call with what a wrapper averages.
+Weights that a module passes to `Experts` are unknown before a call. A wrapper that takes tensors of
+their shape warns, and so does a call with what a wrapper averages.
 
 None has a hook for this: each reads what to ignore at the module that is wrapped, which a layer
 deep inside does not know. So functions of theirs are wrapped, once. What stands there is kept.
@@ -56,10 +56,10 @@ _FSDP = "torch.distributed.fsdp."
 
 _layers: weakref.WeakValueDictionary[int, MoELayer] = weakref.WeakValueDictionary()  # by id
 _told: weakref.WeakSet[World] = weakref.WeakSet()
-"""Worlds of whose replicas somebody was warned."""
+"""Worlds that have already warned of their replicas."""
 
 _watched: weakref.WeakSet[Experts] = weakref.WeakSet()
-"""Those with weights of the caller's, of which somebody may yet have to be warned."""
+"""Experts with the caller's weights, for which a warning may still be due."""
 
 _averaged = WeakIdKeyDictionary()
 """The parameters that a `DistributedDataParallel` makes equal, and on which ranks."""
@@ -68,8 +68,8 @@ _averaged = WeakIdKeyDictionary()
 class _Registry(dict[str, Any]):
     """What composable APIs note at a module, as PyTorch keeps it there.
 
-    `fully_shard` and `FullyShardedDataParallel` look into it before they ask for parameters. They
-    are wrapped then: to import them takes a second, which only those pay who use them.
+    `fully_shard` and `FullyShardedDataParallel` look into it before they ask for parameters. That
+    is when they are wrapped: importing them takes a second, which only programs that use them pay.
     """
 
     def __contains__(self, name: object) -> bool:
@@ -95,7 +95,7 @@ def watch(experts: Experts) -> None:
     if dist.is_available() and experts.world.size > 1:
         _watched.add(experts)
         _install()
-        with contextlib.suppress(RuntimeError):  # which who has layers is told
+        with contextlib.suppress(RuntimeError):  # layers raise it when they are wrapped
             _install_fsdp()
 
 
@@ -188,7 +188,7 @@ def _having(name: str, *places: str) -> list[Any]:
 
 
 def _is_being_imported(module: Any) -> bool:
-    """Whether another thread is amid it: whoever wraps has what it asks for behind that."""
+    """Whether another thread is importing it: a wrapper needs the module only after its import."""
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
@@ -386,7 +386,7 @@ def _ids_of_shared(some: Iterable[MoELayer]) -> set[int]:
 
 
 def layers() -> list[MoELayer]:
-    """All that somebody holds, and copies of them."""
+    """All layers that are referenced, copies included."""
     references = _layers.valuerefs()  # a list: other threads make layers
     return [layer for one in references if (layer := one()) is not None]
 
@@ -405,7 +405,7 @@ def _refuse_zero(optimizer: torch.optim.Optimizer, *_: object) -> None:
     """Raises, before its step, for a `ZeroRedundancyOptimizer` that was given experts of which
     ranks hold different ones.
     """
-    # Nobody can hold one who has not imported it.
+    # A program that has not imported the class cannot have one.
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     kind = getattr(module, "ZeroRedundancyOptimizer", None)
     if kind is None or not isinstance(optimizer, kind):
