@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of experts beside data parallelism: sums over replicas, and the mean that others are.
+"""Gradients of experts under data parallelism: sums over replicas, and the mean that others are.
 
-What wraps a model averages gradients over ranks, and leaves experts out. Theirs are sums over the
-ranks of a world, and nobody adds up those of other worlds with the same experts. This file knows
-which parameters are experts, and nothing of wrappers or of how a layer computes.
+Wrappers of a model average gradients over ranks, and leave experts out. Experts' gradients are sums
+over the ranks of one world, and no wrapper adds up those of other worlds with these experts. This
+file knows which parameters are experts, and must not depend on how a layer computes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _REMEDY = (
     "group again, or end the program on all. A rank that was not in the call that failed may "
     "be told so by its next one; behind that all meet"
 )
-_MAX_TOLD = 2000  # characters of a rank's error that the others are told
+_MAX_TOLD = 2000  # characters of a rank's error that the others get
 
 
 def reduce_expert_grads_(
@@ -58,12 +58,12 @@ def reduce_expert_grads_(
     """Makes gradients of experts, in place, what data parallelism makes of all others. Collective
     for the ranks of `group`, if there is one.
 
-    Call it once a step, behind the last backward and before gradients are clipped. Each process of
+    Call it once a step, after the last backward and before gradients are clipped. Each process of
     `group` gets the same bits, in every run. No host waits for a device. Hosts compare first what
     they hold, by the group's store, and wait for each other until the world's deadline. On hosts
-    gloo adds up, over connections of its own, and sums lie beside the gradients until all ranks
-    have them: either all gradients of all ranks become sums, or none does. So what a signal's
-    handler raises comes out where nothing has changed, or behind the last sum.
+    gloo adds up, over connections of its own, and sums are kept apart from the gradients until all
+    ranks have them: either all gradients of all ranks become sums, or none does. So what a signal's
+    handler raises comes out where nothing has changed, or after the last sum.
 
     Args:
         parameters: of the model, the same on all ranks of `group`. Those that are no experts, or
@@ -86,8 +86,8 @@ def reduce_expert_grads_(
             of several dimensions, or has not this process; or as `get_total_norm` says. Where only
             another rank has such an error, it is named.
         PeerTimeout: a rank of `group` did not make the call before the world's deadline, or gave it
-            up; all may call it again. A rank that was not in that call at all may be told so by its
-            next one, which then fails on all; the call behind that is right.
+            up; all may call it again. A rank that was not in that call at all may get this error
+            from its next one, which then fails on all ranks; the call after that is right.
     """
     member = None if group is None else process_groups.membership(group)
     given = distinct(parameters)
@@ -143,8 +143,8 @@ def _together(
     """Adds up gradients of what `find` returns over a group, and divides them by `ranks`: on all
     ranks of the group, or on none. Collective.
 
-    On hosts sums lie beside the gradients until all ranks have said that they have them. From then
-    on this rank looks for no signal. On GPUs sums are launched behind that, in place.
+    On hosts sums are kept apart from the gradients until all ranks have said that they have them.
+    From then on this rank looks for no signal. On GPUs sums are launched after that, in place.
     """
     group: _Group | None = None
     sums = list[Tensor | None]()
@@ -220,8 +220,8 @@ def _agreed(
     """What `find` returns. Raises, on all ranks of the group, unless they hold the same experts and
     it raises on none.
 
-    Collective. All ranks make the same exchanges, whatever each of them holds: which ones follow
-    the first depends on what all have told there.
+    Collective. All ranks make the same exchanges, whatever each of them holds: what all sent in the
+    first exchange decides which ones follow.
     """
     trained: list[Tensor] = []
     error: Exception | None = None
@@ -244,7 +244,8 @@ def _agreed(
             control.barrier(_WHAT)
             return []
         every = control.allgather(hashes, _WHAT)
-        # The first that differs from another rank's; one that some have not is behind all others.
+        # The first that differs from another rank's; one that some ranks lack comes after all
+        # others.
         least, most = min(map(len, every)), max(map(len, every))
         differ = [n for n in range(least) if len({its[n] for its in every}) > 1]
         at = differ[0] if differ else least
@@ -349,7 +350,7 @@ class _Round:
 
 
 class _Group:
-    """What ranks of a process group have beside it: a control plane, and sums of hosts over
+    """What ranks of a process group have in addition to it: a control plane, and sums of hosts over
     connections that no other all-reduce uses.
     """
 
@@ -398,10 +399,10 @@ class _Group:
 
 
 def _group_of(member: Membership, world: World) -> _Group:
-    """Made with the first call. Collective over the group."""
+    """The group's planes, made in its first call. Collective over the group."""
     found = world.beside.get(_key(member))
     if found is None:
-        world.require_open()  # a close has taken it, beside which nobody would come to a new one
+        world.require_open()  # a close has taken it, and no rank would join a new one
         found = world.beside[_key(member)] = _Group(member, world)
     assert isinstance(found, _Group)
     return found

@@ -32,11 +32,12 @@ class GradScaler(torch.amp.GradScaler):
     scaler of PyTorch it alone skips its step, and what all ranks hold differs from then on.
     `unscale_`, and `step` where it is not called before, are collective: all ranks must make them
     for the same optimizers, in the same order. An optimizer may have DTensors, such as those of
-    `fully_shard`, beside plain experts. A rank whose optimizer has no gradient does as the others.
+    `fully_shard`, as well as plain experts. A rank whose optimizer has no gradient does as the
+    others.
 
-    What a signal's handler raises amid `unscale_` comes out where no rank has unscaled a gradient,
-    or where all have: then PyTorch refuses to do it again. Where none has, it may be called again
-    after `world.reset()` on all ranks.
+    What a signal's handler raises during `unscale_` comes out where no rank has unscaled a
+    gradient, or where all have: then PyTorch refuses to do it again. Where none has, it may be
+    called again after `world.reset()` on all ranks.
 
     Args:
         device, settings: as of `torch.amp.GradScaler`.
@@ -111,7 +112,7 @@ class GradScaler(torch.amp.GradScaler):
                 f"rank {self._world.rank} of {self._world.size}: nothing was unscaled, for a rank "
                 "was interrupted. All ranks may call world.reset() and go on"
             )
-        # A rank that comes when others have given up finds what they told, and not this.
+        # A rank that comes after the others gave up gets their error instead of this barrier.
         control.barrier(_WHAT)
 
     def _found(self, look: Callable[[], dict[torch.device, Tensor]]) -> dict[torch.device, Tensor]:
@@ -141,7 +142,9 @@ class GradScaler(torch.amp.GradScaler):
         return found
 
     def _kinds(self, optimizer: torch.optim.Optimizer) -> list[Any]:
-        """What PyTorch's scaler takes at once, as optimizers: no DTensors beside others."""
+        """What PyTorch's scaler takes at once, as optimizers: no DTensors together with other
+        tensors.
+        """
         kinds: dict[Any, list[Tensor]] = {}
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
