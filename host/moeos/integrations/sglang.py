@@ -339,7 +339,9 @@ def _keeps_global_expert_ids(original: Callable[..., Any], backend: Any) -> Any:
 
 
 def _require_moeos(result: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
-    """Behind a layer's construction: none computes by anything else where moeos was asked for."""
+    """Raises, after a layer's construction, if it computes by anything else where moeos was asked
+    for.
+    """
     if _is_moeos(get_moe_runner_backend()) and not _is_moeos(layer.runner_backend):
         raise shared.refusal(
             WHERE,

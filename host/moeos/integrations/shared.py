@@ -39,8 +39,9 @@ _Value = TypeVar("_Value")
 
 
 class Exclusive:
-    """What one thread does at a time, while others wait. A signal's handler or a finalizer that
-    begins it amid that in the same thread would wait for itself: it gets `RuntimeError`.
+    """Work that one thread does at a time, while others wait. A signal handler or a finalizer that
+    interrupts this work and begins it again in the same thread would wait for itself: it gets
+    `RuntimeError`.
     """
 
     def __init__(self) -> None:
@@ -194,7 +195,9 @@ class OfProcess:
 def require_slices(
     where: str, cfg: MoEConfig, parallel: Parallel, ranks: int, works: str
 ) -> MoEConfig:
-    """The config of what a rank holds of each expert; `ValueError` where so many cannot cut it."""
+    """The config of the slice that a rank holds of each expert; `ValueError` where `ranks` ranks
+    cannot cut it.
+    """
     try:
         return slicing_of(parallel, "replicated", ranks).cut(cfg)
     except ValueError as error:
@@ -217,8 +220,8 @@ def untraced(function: _Function) -> _Function:
 
 
 def part(rows: int, rank: int, ranks: int) -> tuple[int, int, int]:
-    """Which of `rows` equal rows of `ranks` ranks are this rank's: first, behind the last, and the
-    most that a rank has.
+    """Which of `rows` equal rows of `ranks` ranks are this rank's: first, one after the last, and
+    the most that a rank has.
     """
     most = -(-rows // ranks)
     first = min(rows, rank * most)

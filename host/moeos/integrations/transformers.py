@@ -187,8 +187,8 @@ class MoeosEP(EPImplementation):
 class MoeosSlices(MoeExpertsParallel):
     """Experts of which each rank of the mesh "tp" holds a slice, by transformers' own plan.
 
-    The ranks hold one batch. Where the model's experts are moeos', it adds up what slices make, and
-    what they make of gradients: each rank has those of all tokens, as behind transformers' own.
+    The ranks hold one batch. Where the model's experts are moeos', moeos adds up the slices'
+    outputs and gradients: each rank has those of all tokens, as with transformers' own experts.
     """
 
     def install_forward(self, module: Any, mesh: Any) -> Any:
@@ -291,7 +291,8 @@ class _Whole(torch.autograd.Function):
 
 class _Ready:
     """What computes a module's calls, and what it was made for: a key, the functions of the
-    module's activation, told by identity, its numbers and a process. A pickle has none of it."""
+    module's activation, compared by identity, its numbers and a process. A pickle has none of it.
+    """
 
     def __init__(self, module: Any, key: tuple[Any, ...], experts: Experts) -> None:
         self.key = key

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's routed experts on moeos: a modular kernel that dispatches and combines itself.
 
-It stands where FlashInfer's fused expert-parallel kernels stand: behind a prepare and finalize
-stage that only passes tensors through. It knows vLLM's interfaces of `shared.VLLM` and
-`moeos.Experts`, and nothing of how ranks talk.
+The kernel takes the place of FlashInfer's fused expert-parallel kernels: after a prepare and
+finalize stage that only passes tensors through. This file knows vLLM's interfaces of `shared.VLLM`
+and `moeos.Experts`, and must not depend on how ranks communicate.
 """
 
 from __future__ import annotations
@@ -224,8 +224,8 @@ class MoeosExperts(mk.FusedMoEExpertsModular):
 
 
 class OnMoeos(FusedMoEMethodBase):
-    """What moeos' methods have in common. vLLM's own of the same weights stands behind it among the
-    parents: it makes the weights, as its loaders know them, and calls the kernel.
+    """What moeos' methods have in common. The next parent is vLLM's own method for these weights:
+    it makes the weights, as its loaders know them, and calls the kernel.
     """
 
     moe_kernel: mk.FusedMoEKernel | None
@@ -265,7 +265,8 @@ class OnMoeos(FusedMoEMethodBase):
         self.moe_kernel = mk.FusedMoEKernel(PassThroughPrepareAndFinalize(), experts)
 
     def apply(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's own, by the scales and biases that the layer has now, whoever has replaced them.
+        """Applies vLLM's own method with the scales and biases that the layer has now, even if they
+        were replaced.
 
         Raises `RuntimeError` before `process_weights_after_loading`.
         """
