@@ -18,7 +18,7 @@ def matplotlib() -> Any:
 
 
 def figure(width: float, height: float) -> Any:
-    """An empty figure of so many inches, of no window. Raises as `matplotlib` does."""
+    """An empty figure of this size in inches, without a window. Raises as `matplotlib` does."""
     matplotlib()
     return importlib.import_module("matplotlib.figure").Figure(figsize=(width, height))
 

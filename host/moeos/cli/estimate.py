@@ -100,7 +100,7 @@ class Work:
     bytes_by_peer: tuple[int, ...]
 
     def bytes_over_links(self, node: int) -> int:
-        """What rank 0 writes into the memory of ranks of its node, which has so many."""
+        """What rank 0 writes into the memory of ranks of its node, which has `node` ranks."""
         return sum(self.bytes_by_peer[:node])
 
     def bytes_over_network(self, node: int) -> int:
@@ -113,7 +113,7 @@ class Work:
         """Seconds that each limit of a GPU alone would need; no call can be faster than any.
 
         compute: FLOPs at the dense BF16 rate, the experts' at theirs. link: bytes to peers of a
-        node of so many ranks. network: those to others, where a rank sends `network` bytes/s.
+            node of this many ranks. network: those to others, where a rank sends `network` bytes/s.
         memory: reading the weights.
         """
         seconds = {
@@ -131,8 +131,8 @@ def sizes_by_row_map(cfg: MoEConfig, ranks: int, slicing: Slicing = WHOLE) -> di
     """The sizes with each row map, for a rank with one processor.
 
     Raises:
-        ValueError: there are too few or too many ranks, or the runtime cannot number so many rows
-            or tasks.
+        ValueError: there are too few or too many ranks, or more rows or tasks than the runtime can
+            number.
     """
     found: dict[RowMap, Sizes] = {}
     for row_map in get_args(RowMap):
@@ -151,7 +151,7 @@ def sizes_by_row_map(cfg: MoEConfig, ranks: int, slicing: Slicing = WHOLE) -> di
 
 
 def saved_bytes(cfg: MoEConfig, ranks: int, tokens: int, slicing: Slicing) -> dict[str, int]:
-    """By `MoEConfig.save`, what a call with so many tokens keeps for its backward on rank 0: its
+    """By `MoEConfig.save`, what a call with `tokens` tokens keeps for its backward on rank 0: its
     routing and rows of the first product. Nothing where a layer has no backward.
     """
     if cfg.in_numbers() != cfg:
@@ -348,8 +348,7 @@ def _rows_once(
     cfg: MoEConfig, sizes: _runtime.Sizes, own: range, sent: Sequence[int], tokens: int
 ) -> int:
     """Rows of rank 0 that cross to a peer which gets each token once: those of the first chunks,
-    and behind them the first of each token. `own`: the peer's experts; `sent`: rows for each of
-    all.
+    and after them the first of each token. `own`: the peer's experts; `sent`: rows for each of all.
     """
     rows = sent[own.start : own.stop]
     pair = numpy.arange(tokens * cfg.top_k).reshape(tokens, cfg.top_k)

@@ -38,7 +38,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def packages_of(extra: str) -> list[str]:
-    """The names of the packages that an extra brings beside those that moeos always needs."""
+    """The names of the packages that an extra adds to those that moeos always needs."""
     asked = re.compile(rf"\bextra *== *['\"]{re.escape(extra)}['\"]")
     found = []
     for requirement in importlib.metadata.requires("moeos") or []:

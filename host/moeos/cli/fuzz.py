@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`moeos fuzz`: the device OS in orders that nobody has tried, with faults that nobody expects."""
+"""`moeos fuzz`: the device OS in untried orders, with unexpected faults."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def try_world_links(world: World) -> list[Link]:
     pairs = list(itertools.permutations(range(world.size), 2))
     try:
         for pair in pairs:
-            world.control.barrier()  # nobody uses this rank's part any more
+            world.control.barrier()  # no rank uses this rank's part any more
             problem = _problem_of(gpu.clear)
             world.control.barrier()
             if world.rank in pair:

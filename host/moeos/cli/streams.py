@@ -72,7 +72,7 @@ def prepare() -> Descriptor:
         stream = getattr(sys, name)
         if stream is None:  # the descriptor was closed when the process began
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-        elif stream is getattr(sys, f"__{name}__"):  # nobody has put another in its place
+        elif stream is getattr(sys, f"__{name}__"):  # the process has not replaced it
             stream.flush()
             buffered = io.BufferedWriter(descriptor)
             lines = stream.line_buffering or name == "stderr"

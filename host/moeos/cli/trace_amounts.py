@@ -168,14 +168,14 @@ def weights_of(call: CallTrace, about: Mapping[str, Any]) -> dict[str, Weights]:
 
 
 def _slicing_of(about: Mapping[str, Any], ranks: int) -> Slicing:
-    """Who wrote before experts were sliced did not say how."""
+    """The slicing of a trace; traces from before experts were sliced do not name it."""
     given: dict[str, Any] = {**WHOLE.arguments, "tensor_ranks": None, **about}
     names = ("tensor_ranks", "layout", "reduce")
     return slicing_of(given["parallel"], "replicated", ranks, *(given[name] for name in names))
 
 
 def _adds_up(slicing: Slicing) -> bool:
-    """Whether the kernel has: what adds up behind it leaves no part."""
+    """Whether the kernel adds up slices: what adds up after the kernel leaves no part."""
     return slicing.sums and slicing.policy.reduce != "after"
 
 

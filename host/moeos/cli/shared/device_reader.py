@@ -45,8 +45,8 @@ extern "C" __global__ void read_all(const Vector* __restrict__ source, int count
 class Reader:
     """Reads device memory at full rate; so it also flushes the L2 cache, and leaves clean lines.
 
-    What is in the cache after a flush by writes must be written back before it makes room, which
-    would slow down whoever comes next.
+    Lines that a flush by writes leaves in the cache must be written back before they make room,
+    which would slow down the next kernel.
     """
 
     def __init__(self) -> None:

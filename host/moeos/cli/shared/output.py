@@ -83,7 +83,7 @@ def tell(what: str) -> None:
 
 
 class _Silence(io.TextIOBase):
-    """A stdout that drops what is printed; `behind` is the one in whose place it stands."""
+    """A stdout that drops what is printed; `behind` is the stream that it replaces."""
 
     def __init__(self, behind: TextIO) -> None:
         self.behind = behind

@@ -60,7 +60,7 @@ def read_settings(path: Path) -> RunSettings:
 
 
 def check_tokens(tokens: int, cfg: MoEConfig, advice: str = "") -> None:
-    """Raises `ValueError`, with the advice, if a rank cannot pass so many in a call."""
+    """Raises `ValueError`, with the advice, if a rank cannot pass this many in a call."""
     if not 0 <= tokens <= cfg.max_tokens:
         raise ValueError(
             f"tokens is {tokens}; allowed: 0 to max_tokens, {cfg.max_tokens}, of this rank{advice}"

@@ -118,13 +118,15 @@ class CallTrace:
         return own[local] if own else rank * places + local
 
     def of_shared(self, rank: int, expert: int) -> bool:
-        """Whether a part's expert is that of all shared experts, behind those of the rank."""
+        """Whether a part's expert is the one for all shared experts, which follows those of the
+        rank.
+        """
         experts: int = self.ranks[rank].received.shape[1]
         return expert == experts
 
     def chunk_experts(self, source: int, owner: int, first: int, chunks: int) -> tuple[int, int]:
-        """The first and the last expert of their owner, by their numbers among those of all ranks,
-        of whose rows so many chunks of a source for it consist; (NONE, NONE) if they have no row.
+        """The first and the last expert of `owner`, numbered among those of all ranks, that have
+        rows in `chunks` chunks of a source from `first` on; (NONE, NONE) if these have no row.
         """
         trace = self.ranks[owner]
         ends = trace.received[source].cumsum()

@@ -3,8 +3,8 @@
 
 The format: "Trace Event Format", the JSON object form. A process is a rank; its threads are its
 processors and the actors of its OS block. A processor may claim a part before it has ended the one
-before: parts that overlap go to further threads beside its first one, as slices of a thread must
-nest. It knows nothing of files.
+before: parts that overlap go to further threads next to its first one, as slices of a thread must
+    nest. This file must not depend on files.
 """
 
 from __future__ import annotations
@@ -189,7 +189,9 @@ def _place(parts: Parts, lanes: Numbers, index: int) -> Event:
 
 
 def _counters(call: CallTrace, causes: Causes) -> Iterator[Event]:
-    """Parts in flight by kind; and parts whose certain cause was stored and that nobody claimed."""
+    """Parts in flight by kind; and parts whose certain cause was stored and that no processor
+    claimed.
+    """
     parts = call.parts
     known = causes.certain & (causes.part != NONE)
     ready = numpy.minimum(causes.since(parts), parts["claimed"])

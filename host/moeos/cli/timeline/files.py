@@ -49,7 +49,7 @@ def save(file: Path, ranks: Sequence[RankTrace], about: Mapping[str, Any]) -> No
 
 
 def load(file: Path) -> tuple[list[RankTrace], dict[str, Any]]:
-    """The traces in rank order, and what `save` was told about them.
+    """The traces in rank order, and what `save` was given about them.
 
     Raises `OSError` if the file cannot be read, and `ValueError` if it is not of `save`.
     """
@@ -97,7 +97,7 @@ def _rank(arrays: Any, rank: int, size: int) -> RankTrace:
         or chunk_rows < 1
     ):
         raise ValueError(f"the rows that rank {rank} received are not those of {size} ranks")
-    # Who wrote before there were placements had none.
+    # Files from before there were placements have none.
     experts = arrays[f"experts_{rank}"] if f"experts_{rank}" in arrays else numpy.zeros(0, int)
     if experts.ndim != 1 or experts.dtype.kind not in "iu" or len(experts) > received.shape[1]:
         raise ValueError(f"the experts of rank {rank} are not as many as it received rows for")
@@ -117,7 +117,7 @@ def _rank(arrays: Any, rank: int, size: int) -> RankTrace:
         (parts["kind"] >= len(TASK_KINDS)).any()
         or (steps["kind"] < len(TASK_KINDS)).any()
         or (steps["kind"] >= len(KINDS)).any()
-        or (products["expert"] > received.shape[1]).any()  # the one behind: the shared experts
+        or (products["expert"] > received.shape[1]).any()  # the one after them: the shared experts
         or (others["peer"] >= size).any()
     ):
         raise ValueError(f"an event of rank {rank} names what the world does not have")

@@ -58,7 +58,8 @@ class Interval:
     Attributes:
         working: by kind of task, at work.
         storing: by kind of task, between a part's work and its results in memory.
-        rest: neither, in any task but the couriers', which a GPU's processors do beside others.
+        rest: neither, in any task but the couriers', which a GPU's processors do at the same time
+            as others.
     """
 
     begin: int
@@ -198,7 +199,7 @@ def _interval(call: CallTrace, begin: int, end: int) -> Interval:
 
 
 def _within(begins: Numbers, ends: Numbers, begin: int, end: int) -> int:
-    """ns of so many stretches [n] that lie between two moments."""
+    """ns of each of these intervals [n] that lie between two moments."""
     return int((ends.clip(begin, end) - begins.clip(begin, end)).sum())
 
 

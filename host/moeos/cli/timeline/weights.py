@@ -92,6 +92,6 @@ def _cuts(parts: Parts) -> dict[int, int]:
 
 
 def _shares(part: int, parts: int, finest: int) -> range:
-    """Which of `finest` shares of an expert's columns a part of so many computes."""
+    """Which of `finest` shares of an expert's columns part number `part` of `parts` computes."""
     first = part * finest // parts
     return range(first, max((part + 1) * finest // parts, first + 1))
