@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The frame of every study: its command, its ranks, its document and its cases.
 
-A study is a module that says which cases there are, who takes part in them and what it judges by.
-The rest is here: each process is a rank, which a launcher started; rank 0 writes each case as soon
-as it is measured, one a line; what a document has is not measured again. The document's fields:
+A study is a module that lists its cases, its contestants and what it judges by. The rest is here:
+each process is a rank, which a launcher started; rank 0 writes each case as soon as it is measured,
+one a line; what a document has is not measured again. The document's fields:
     benchmark, commit, backend, device, ranks, and what else the study says: alike in every run.
     runs: of each start of the ranks its command, machine and versions.
     lists of cases, each with the number of its run.
@@ -325,7 +325,7 @@ def names(given: str) -> tuple[str, ...]:
 
 
 def check_counts(**counts: tuple[int, int]) -> None:
-    """Raises `ValueError` for an option that is not at least as large as the number beside it."""
+    """Raises `ValueError` for an option that is smaller than the number paired with it."""
     for name, (given, least) in counts.items():
         if not least <= given <= 100_000:
             raise ValueError(f"--{name.replace('_', '-')} is {given}; allowed: {least} to 100000")

@@ -71,7 +71,7 @@ class Caller:
         self._meet()
 
     def time(self, calls: int) -> list[float]:
-        """Seconds that so many calls took on the GPU, each."""
+        """Seconds that each of `calls` calls took on the GPU."""
         self._times = []
         for rank in range(self._ranks):
             self._asked[rank] = calls

@@ -29,7 +29,8 @@ PUBLISHED_SECONDS = {
     "qwen3-30b-a3b": {8: 125e-6, 128: 159e-6, 512: 235e-6, 2048: 506e-6, 8192: 1697e-6},
 }
 """By shape and tokens: of DeepGEMM's MegaMoE for SM90 on the full deployment, with FP8 weights and
-routing outside of the kernel, as its pull request 352 has them. Nobody has measured them here."""
+routing outside of the kernel, as its pull request 352 has them. They have not been measured here.
+"""
 
 _CALL = 20e-6  # seconds of a call whatever its size
 _ZIPF = 1.1  # what uneven routing may add
@@ -102,7 +103,7 @@ def bars_of(found: Mapping[str, Any], alone: Mapping[str, Any] | None, full: boo
 
 
 def has_formats(found: Mapping[str, Any]) -> bool:
-    """Whether a case is of a layer with formats, and stands beside the same layer without."""
+    """Whether a case is of a layer with formats and is compared with that layer without formats."""
     return "in_numbers" in found["times"]
 
 

@@ -50,7 +50,9 @@ def sections(results: Mapping[str, Any]) -> list[Section]:
 
 
 def of_thesis_sizes(results: Mapping[str, Any]) -> bool:
-    """Whether a layer has the sizes of the thesis' layers, so that its times belong beside ours."""
+    """Whether a layer has the sizes of the thesis' layers, so that the thesis' times belong next to
+    ours.
+    """
     own = (results["hidden"], results["intermediate"], results["top_k"])
     return own == (thesis.HIDDEN, thesis.INTERMEDIATE, thesis.TOP_K)
 
@@ -221,7 +223,7 @@ def _scaling_over(
     heading: str,
     table: str,
 ) -> Section:
-    """Times of the cases, by what `title` names, beside the thesis' where its sizes are the same;
+    """Times of the cases, by what `title` names, next to the thesis' where its sizes are the same;
     `table` is its number there.
     """
     same = theirs is not None

@@ -186,7 +186,7 @@ def _row(found: Mapping[str, Any], full: bool) -> list[str]:
 
 
 def label(found: Mapping[str, Any]) -> str:
-    """What a case is called beside others of its shape."""
+    """The name of a case among others of its shape."""
     tokens = f"{found['tokens']} on one rank" if found["lone"] else str(found["tokens"])
     kind, _, value = found["routing"].partition(":")
     return f"{tokens}, Zipf {value}" if kind == "zipf" else tokens

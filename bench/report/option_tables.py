@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the report says of the studies of a layer's options (bench.studies.options), of moeos beside
-a peer's kernel (bench.studies.peer), and of what deadlines and a trace cost (tests/gpu/costs.py).
+"""What the report says of the studies of a layer's options (bench.studies.options), of moeos
+against a peer's kernel (bench.studies.peer), and of what deadlines and a trace cost
+(tests/gpu/costs.py).
 
 The peer's results have a row for each call: `who`, `shape`, `tokens`, `zipf` (0: uniform routing),
 `us` and `err`, the relative error against float32 arithmetic on unquantised weights.
@@ -18,7 +19,7 @@ from moeos.cli.shared.section import Section
 STUDIES = ("gradients", "shared-experts", "topk", "weight-formats", "weight-layouts")
 """The names of their results begin with one."""
 BY_FP8 = " by FP8"
-"""So end the names of contestants whose tokens are in FP8, too."""
+"""The end of the names of contestants whose tokens are in FP8, too."""
 PEER_PREFIX = "fp8-peer-"
 PEER, OURS = "deepgemm-fp8", "moeos fp8fp8"
 PEER_NAMES = {
@@ -46,8 +47,9 @@ def conditions(results: Mapping[str, Any]) -> str:
 
 
 def sections(results: Mapping[str, Any]) -> list[Section]:
-    """One table for each layer: tokens by contestants. Those whose tokens are in FP8 have a second
-    one, beside the first contestant of all, or the table would be too wide to be read."""
+    """One table for each layer: tokens by contestants. Contestants whose tokens are in FP8 have a
+    second table, next to the first contestant of all: one table would be too wide to read.
+    """
     found = []
     for layer, of_layer in results["layers"].items():
         every = list(of_layer["results"][0]["seconds"])
@@ -64,7 +66,7 @@ def sections(results: Mapping[str, Any]) -> list[Section]:
 
 
 def peer_conditions(results: Mapping[str, Any]) -> str:
-    """What was measured beside a peer, on what and when, in one paragraph."""
+    """What was measured against a peer, on what and when, in one paragraph."""
     return (
         f"{_gpus(results)}; {run.source(results)}. Medians of the slowest rank. Routing is given; "
         "x is quantised inside moeos' time alone."

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers of SonicMoE's and MoEBlaze's papers that ours stand beside.
+"""The numbers of SonicMoE's and MoEBlaze's papers that ours are compared with.
 
 Nothing here was measured by moeos, and nothing is computed. Both papers measured one H100.
 """

@@ -19,7 +19,7 @@ from bench.report.straggler_tables import step_seconds
 from moeos.cli import drawing
 
 FOLDER = "plots"
-"""The folder of a suite's pictures, beside the results."""
+"""The folder of a suite's pictures, next to the results."""
 
 LEAST_POINTS = 3
 """A shape with fewer token counts is not drawn."""

@@ -4,11 +4,11 @@
 `python -m bench.report results/twin.json` writes the tables into docs/performance.md, or into
 the one page of docs/performance/ where lines with the markers `<!-- benchmark twin -->` and
 `<!-- end of benchmark twin -->` stand. So no number there is typed by hand. `--document` names
-another page, such as docs/reliability.md. It draws the plots of a suite of shapes into plots/
-beside the file, and that of an evaluation, or of a straggler study whose page shows it, beside the
-file. Results of the suite gpu.toml it compares with those on other numbers of GPUs that lie beside
-the file, and with what they have to reach. It measures nothing; what a kind of results looks like,
-the files *tables.py know.
+another page, such as docs/reliability.md. It draws the plots of a suite of shapes into plots/ next
+to the file, and that of an evaluation, or of a straggler study whose page shows it, next to the
+file. It compares results of the suite gpu.toml with those on other numbers of GPUs next to the
+file, and with the bars that they have to reach. It measures nothing; what a kind of results looks
+like, the files *tables.py know.
 """
 
 from __future__ import annotations

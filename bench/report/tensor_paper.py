@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The numbers of the paper "Layout and Fusion Trade-offs for Mixture-of-Experts Inference under
-Single-Node Tensor Parallelism" (J. Y. Yang and others, 2026) that ours stand beside.
+Single-Node Tensor Parallelism" (J. Y. Yang and others, 2026) that ours are compared with.
 
 Nothing here was measured by moeos, and nothing is computed. It measured eight H200. Milliseconds;
 hidden 4096, 128 experts, top-8, BF16.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the report says of the study of tensor parallelism (bench.studies.tensor), beside the
-paper.
+"""What the report says of the study of tensor parallelism (bench.studies.tensor), next to the
+paper's numbers.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ PREFIX = "tensor-"
 BARS: Mapping[int, float] = {8: 2.0, 128: 1.2, 4096: 1.8, 16384: 1.8}
 """By tokens: how many times as fast as EE the layer is to be."""
 FLOOR_FACTOR, FLOOR_SECONDS = 1.15, 45e-6
-"""A call takes at most so many times its floor, and so much more."""
+"""A call takes at most this many times its floor, plus this many seconds."""
 AUTO_FACTOR = 1.03
-"""`auto` takes at most so many times as long as the best policy that is forced."""
+"""`auto` takes at most this many times as long as the best forced policy."""
 
 _EE = "EE"
 _FORCED = ("fused", "after", "expert_major_persistent", "gathered", "token_major")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers of the FlashDMoE thesis (O. J. Aimuyo, Cornell 2025) that ours stand beside.
+"""The numbers of the FlashDMoE thesis (O. J. Aimuyo, Cornell 2025) that ours are compared with.
 
 Nothing here was measured by moeos, and nothing is computed.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the report says of the training study (bench.studies.training), beside the papers."""
+"""What the report says of the training study (bench.studies.training), next to papers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`launch/bench gpu`: moeos on GPUs beside the best of stock PyTorch and the machine's limits.
+"""`launch/bench gpu`: moeos on GPUs against the best of stock PyTorch and the machine's limits.
 
 One run measures every case of a suite on one or more GPUs of one host. Started by hand it starts
 the ranks by torchrun. Contestants, all with the same tokens and weights, in turn in each round:
@@ -8,8 +8,8 @@ the ranks by torchrun. Contestants, all with the same tokens and weights, in tur
     grouped: the layer's two GEMMs alone, torch._grouped_mm on the rows that this rank received.
     in_numbers: of a layer with formats the same layer without, with the numbers of its codes, as
         the two before have them.
-Beside the cases (`results`) the document has `failures`: what went wrong, by shape; a later run
-tries it again. Started again with the same --out, it measures what is missing there.
+In addition to the cases (`results`) the document has `failures`: what went wrong, by shape; a later
+run tries it again. Started again with the same --out, it measures what is missing there.
 """
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ def main(
 
 
 def _become_ranks(chosen: Shapes, ranks: int | None) -> int:
-    """Goes on as torchrun with so many ranks. Raises what `check` does."""
+    """Replaces this process by torchrun with `ranks` ranks; None: one for each GPU. Raises what
+    `check` does.
+    """
     size = torch.cuda.device_count() if ranks is None else ranks
     check(chosen, size)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The study of `launch/evaluate megamoe`: moeos beside DeepGEMM's MegaMoE in FP8.
+"""The study of `launch/evaluate megamoe`: moeos against DeepGEMM's MegaMoE in FP8.
 
 The peer's kernel is measured by a program of its own. PEER is the JSON that this wrote: its ranks,
 and a row for each call. moeos makes the same calls here, on as many ranks, in BF16, with weights in
@@ -29,7 +29,7 @@ from moeos.cli.shared.options import Backend
 
 ROUNDS = Rounds(20, 5)
 FEW_TOKENS = 512
-"""Up to so many a layer is made for no more."""
+"""A layer for up to this many tokens is made for no more."""
 CHECKED = 24
 """Tokens of a rank whose outputs are compared with float32."""
 FORMATS: dict[str, dict[str, Any]] = {
@@ -182,7 +182,7 @@ class Peer(Study):
         return self.worst(study.distance(y[_checked(y)], expected))
 
     def _expected(self, name: str, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Outputs of the checked tokens in float32, by weights that nobody has rounded to FP8."""
+        """Outputs of the checked tokens in float32, by weights that were not rounded to FP8."""
         chosen = _checked(x)
         y = torch.zeros(len(chosen), x.shape[1], device=x.device)
         for nth, token in enumerate(chosen.tolist()):

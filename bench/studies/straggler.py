@@ -161,7 +161,7 @@ class Stragglers(Study):
         super().__init__(world, options.out, name, "bench.studies.straggler", rounds, about)
 
     def measure_all(self) -> Stragglers:
-        """Measures all scenarios, "none" first, since others are told in its steps."""
+        """Measures all scenarios, "none" first: the others' delays are multiples of its step."""
         found = self.document["scenarios"]
         for case in self.cases(found, [{"name": "none"}]):
             self.add(found, case, self._scenario(Scenario("none")))
@@ -263,7 +263,7 @@ class Stragglers(Study):
 
             turns = [step_of_moeos, step_of_baseline]
             for step in range(total):
-                for turn in turns if step % 2 == 0 else turns[::-1]:  # nobody always goes first
+                for turn in turns if step % 2 == 0 else turns[::-1]:  # none always goes first
                     turn(delays[step])
         del mine[: options.warm_up], theirs[: options.warm_up], delays[: options.warm_up]
         steps = self.world.control.allgather((delays, mine, theirs), "a scenario's results")

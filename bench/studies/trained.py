@@ -140,7 +140,7 @@ def gradients(y: Tensor, inputs: Inputs) -> Gradients:
 
 
 def saved_bytes(forward: Forward, inputs: Inputs) -> int:
-    """What autograd keeps of a call beside what it was given, by hooks of saved tensors."""
+    """What autograd keeps of a call in addition to its inputs, by hooks of saved tensors."""
     given = {tensor.untyped_storage().data_ptr() for tensor in (*inputs.wanted, inputs.ids)}
     kept: dict[int, int] = {}
 

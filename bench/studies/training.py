@@ -135,7 +135,7 @@ class Trainings(Study):
     def _train(
         self, cfg: moeos.MoEConfig, tokens: int, makers: Mapping[str, Callable[[Inputs], Forward]]
     ) -> dict[str, Any]:
-        """Every contestant's results with so many tokens."""
+        """Every contestant's results with `tokens` tokens."""
         try:
             inputs = trained.draw(cfg, tokens, self.device, self._seed)
         except _LEFT_OUT as error:
