@@ -85,7 +85,9 @@ _NOTHING_OF_SLICE = _OfSlice(None, None)
 
 
 def no_backward(engine: Engine) -> str | None:
-    """Where a call has no backward, in words that follow "has no backward"; None where it has."""
+    """The case in which a call has no backward, in words that follow "has no backward"; None where
+    it has one.
+    """
     why = engine.no_backward()
     if why is None and custom_op.is_transformed():
         return " in transforms of torch.func and in traces, but for autograd alone"
@@ -272,7 +274,7 @@ class _Call(torch.autograd.Function):
 
 
 def _turned(how: How, name: str, tensor: Tensor) -> Tensor:
-    """From what lies in memory to what the caller has, and back."""
+    """Converts a tensor between the engine's layout and the caller's, in either direction."""
     return tensor.transpose(1, 2) if how.turned and name in call_checks.MATRICES else tensor
 
 
@@ -290,7 +292,7 @@ def keep(ctx: Any, *tensors: Tensor | None) -> None:
 
 
 def kept_by(ctx: Any) -> list[Any]:
-    """They, each in memory as an engine reads it.
+    """The saved tensors, each in memory as an engine reads it.
 
     Raises `ValueError` for one that is not what it was, as a saved-tensor hook may return it.
     """
@@ -491,7 +493,8 @@ def _weights_of(
         logits = logits + bias
     used, some = ids >= 0, ids.clamp_min(0)
     if cfg.renormalize:
-        # By logarithms, as all scores of a token may be too small; a token may have no expert.
+        # Weights come from logarithms, as all scores of a token may be too small; a token may have
+        # no expert.
         chosen = _log_scores(cfg.scoring, logits).gather(1, some)
         unused = ~used & used.any(dim=1, keepdim=True)
         weights = chosen.masked_fill(unused, -math.inf).softmax(dim=1)

@@ -72,7 +72,7 @@ _OF_COUNT = torch.device("cpu")
 layer's device: the host reads them in the backward, and must not wait for a GPU there."""
 
 _last: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
-"""By the mode under which AOTAutograd traces a graph: what its last `moeos::backward` returned."""
+"""What the last `moeos::backward` returned, by the mode under which AOTAutograd traces a graph."""
 
 
 class _Asked(NamedTuple):
@@ -192,7 +192,7 @@ def _run(order: Tensor, key: Tensor, x: Tensor, *others: Any, **how: Any) -> tup
     out, recording = autograd.record(
         _how(key, asked.pieces, ids, tokens, any_ids=asked.any_ids), x, weights, own
     )
-    # What an operator returns is none of its inputs.
+    # An operator must not return one of its inputs.
     kept_ids, kept_weights = (
         tensor.clone() if any(tensor is one for one in (ids, weights)) else tensor
         for tensor in (recording.topk_ids, recording.topk_weights)
@@ -258,7 +258,7 @@ def _how(
 def _describe(
     order: Tensor, key: Tensor, x: Tensor, *others: Tensor | None, **how: Any
 ) -> tuple[Tensor, ...]:
-    """What tracing needs to know of a call."""
+    """The fake implementation of `record`, for tracing."""
     custom_op.refuse_onnx()
     asked = _Asked(**how)
     slots = (x.shape[0], asked.slots)
@@ -283,7 +283,7 @@ def _describe_backward(
     unrounded: Sequence[bool] = (),
     **how: Any,
 ) -> tuple[Tensor, ...]:
-    """What tracing needs to know of a backward."""
+    """The fake implementation of `backward`, for tracing."""
     _, _, own, _ = others
     weights = used.to(dtype_of_weights or used.dtype)
     in_fp32 = [*unrounded, *(False,) * len(wanted)]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tensors of a call must be: shapes, dtypes, devices and strides, before anything is sent.
 
-One place for all that takes a call. It knows a config and a device, and nothing of ranks, engines
-or where weights come from. What lies in the tensors is not looked at.
+One place for all that takes a call. This file must not depend on ranks, engines or the source of
+weights. What lies in the tensors is not looked at.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ SCALES = ("w1_scale", "w2_scale", "w1_scale_2", "w2_scale_2")
 SHARED_SCALES = tuple(f"shared_{name}" for name in SCALES)
 """The scales of quantized shared experts; they follow `SCALES`."""
 OWN = (*WEIGHTS, *ROUTER, *SHARED, *SCALES, *SHARED_SCALES)
-"""All that are not of a call's tokens, in the operator's order."""
+"""All tensors that do not belong to a call's tokens, in the operator's order."""
 _READ = ("x", "topk_ids", "topk_weights", "tokens", "x_scale", *OWN)
-"""All that a call reads."""
+"""All tensors that a call reads."""
 _NO_SCALE = ("cfg.weight_format is None", "weight_format=...")
 _NO_SECOND = ("cfg.weight_format is not 'nvfp4'", "weight_format='nvfp4'")
 _NO_SHARED_SCALE = ("cfg.shared_weight_format is None", "shared_weight_format=...")
@@ -126,7 +126,7 @@ def expected_weights(cfg: MoEConfig, experts: int) -> tuple[Expected | None, ...
 def _matrices(
     cfg: MoEConfig, field: str, name: str, number: int, rows: int, columns: int
 ) -> Expected:
-    """So many of them, in the format that a field of the config says."""
+    """`number` matrices, in the format that the config's `field` names."""
     format_name: WeightFormat | None = getattr(cfg, field)
     if format_name is None:
         return Expected(name, torch.Size((number, rows, columns)), cfg.dtype)
@@ -178,7 +178,7 @@ def _scales(
 
 
 def expected_router(cfg: MoEConfig) -> tuple[Expected | None, ...]:
-    """In the order of `ROUTER`; None where there is no such tensor."""
+    """The router's tensors, in the order of `ROUTER`; None for a tensor that the config lacks."""
     weight, *others = ROUTER
     rows = cfg.router_rows
     present = (cfg.selection_bias, cfg.router_bias, cfg.expert_scale)
@@ -192,7 +192,9 @@ def expected_router(cfg: MoEConfig) -> tuple[Expected | None, ...]:
 
 
 def expected_shared(cfg: MoEConfig) -> tuple[Expected | None, ...]:
-    """In the order of `SHARED`; None where there is no such tensor."""
+    """The shared experts' tensors, in the order of `SHARED`; None for a tensor that the config
+    lacks.
+    """
     n, field = cfg.shared_experts, "shared_weight_format"
     if n == 0:
         return (None,) * len(SHARED)

@@ -31,12 +31,12 @@ from moeos.call.call_checks import check_apart, check_tangents
 from moeos.engines.base import CallTensors, Engine
 from moeos.system.dynamo import hidden
 
-# By the address of the key. A key lives as long as its engine, and as a graph that uses it: so at
-# its address lies nothing else.
+# Engines by the address of their key. A key lives as long as its engine, and as a graph that uses
+# it: so at its address lies nothing else.
 _at: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()
 _keys: weakref.WeakKeyDictionary[Engine, Tensor] = weakref.WeakKeyDictionary()
-# By the number that a key holds: for its copies, such as those of a copied graph. Drawn, so that a
-# graph from another process finds none here.
+# Engines by the number that a key holds: for copies of keys, such as those of a copied graph.
+# Numbers are drawn, so that a graph from another process finds no engine here.
 _numbered: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()
 
 # A call changes what is not among its tensors: the heaps of all ranks. `order` stands for them. By
@@ -142,7 +142,7 @@ def register(engine: Engine, device: torch.device) -> Tensor:
 
 
 def key_of(engine: Engine) -> Tensor:
-    """What `register` has returned."""
+    """The key that `register` has returned."""
     return _keys[engine]
 
 
@@ -177,8 +177,8 @@ def call(
     """
     topk_ids, topk_weights, tokens, x_scale = routing
     w1, b1, w2, b2, w3, gate, selection_bias, router_bias, expert_scale, *rest = own
-    # As CallTensors(...), whose function in between would cost as much as a lock. The order is that
-    # of the fields.
+    # This equals CallTensors(...), whose extra function call would cost as much as a lock. The
+    # order is that of the fields.
     fields = (
         *(x, out, gate, selection_bias, topk_ids, topk_weights, w1, b1, w2, b2),
         *(tokens, any_ids, pieces, router_bias, expert_scale, *rest, x_scale, w3),
@@ -251,13 +251,13 @@ def engine_of(key: Tensor) -> Engine:
 def _describe(
     order: Tensor, key: Tensor, x: Tensor, *others: Tensor | None, **how: object
 ) -> Tensor:
-    """What tracing needs to know: the output is as x."""
+    """The fake implementation of `forward`: the output is like x."""
     refuse_onnx()
     return torch.empty_like(x)
 
 
 def _describe_into(*_: Tensor | None, **how: object) -> None:
-    """What tracing needs to know: nothing is returned."""
+    """The fake implementation of `forward_into`: it returns nothing."""
     refuse_onnx()
 
 

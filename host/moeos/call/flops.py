@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What calls count in `torch.utils.flop_counter.FlopCounterMode`: the products of a rank's tokens.
 
-It knows the operators' schemas, and nothing of modules or engines.
+This file must not depend on modules or engines.
 """
 
 from __future__ import annotations

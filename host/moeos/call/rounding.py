@@ -172,7 +172,7 @@ def _rises(
     if rounding == "NR-f":
         return can_rise & (2 * rest > tile)
     if rounding == "Balance-f":
-        # What has been given is always the multiple nearest to what was asked for.
+        # The sum given so far is always the multiple nearest to the sum asked for.
         asked = torch.where(can_rise, rest, 0).cumsum(dim=0)
         given = (2 * asked + tile) // (2 * tile)
         before = torch.cat((given.new_zeros(1), given[:-1]))
