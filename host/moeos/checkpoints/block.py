@@ -142,7 +142,7 @@ def load_block(
 def _router(
     cfg: MoEConfig, state_dict: Mapping[str, Tensor], prefix: str, found: names.Names
 ) -> dict[str, Tensor]:
-    """All that the gate holds."""
+    """The gate's tensors."""
     layout = found.layout
 
     def read(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -540,8 +540,9 @@ class _Experts:
     def _cuts(
         self, row: StoredFormat, stored: Stored, names_: Mapping[str, str], dims: int = 0
     ) -> dict[str, Cut | None]:
-        """What this rank takes of the parts with these names, and None of what it takes all; none
-        where it takes all of each. `dims`: the dimensions before the expert's own.
+        """The cuts that this rank takes of the parts with these names; None for a part that it
+        takes whole; empty where it takes all parts whole. `dims`: the dimensions before the
+        expert's own.
         """
         if row is PLAIN:
             return {} if stored.cut is None else {"weight": stored.cut}
@@ -572,8 +573,8 @@ class _Experts:
     def _stacked(
         self, name: str, row: StoredFormat, shape: tuple[int, ...], cut: Cut | None
     ) -> Callable[[int], Tensor]:
-        """What reads, of a tensor of all experts, that of one of these; of it no more than `cut`,
-        where there is one.
+        """A function that reads one of these experts from a tensor of all experts; only `cut` of
+        it, if given.
         """
         cfg, layout = self._cfg, self._layout
         padded = layout.zero_experts_padded and not name.startswith(layout.second)

@@ -117,7 +117,7 @@ def _require_known_experts(
 ) -> None:
     """Raises for a tensor of an expert that the config has not."""
     for name, ends in below.items():
-        # What a file has for experts that return x is read past.
+        # A file's tensors for experts that return x are skipped.
         padded = look.layout.zero_experts_padded and look.parts.get(name, ("",))[0] != (
             look.layout.second
         )

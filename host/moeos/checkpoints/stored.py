@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which part of a stored tensor of an expert a rank takes: all of it, or its slice.
 
-It knows shapes, and which rows of gate and up belong together. It knows no names, no format and no
-file.
+This file knows shapes and which rows of gate and up belong together; it must not depend on names,
+formats or files.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Cut:
         return [(*before, slice(*run), *after) for run in self.runs]
 
     def of(self, tensor: Tensor) -> Tensor:
-        """It of a tensor: a view where it can be."""
+        """This cut of a tensor: a view where possible."""
         return self.joined([tensor[index] for index in self.indices(tensor.dim())])
 
     def joined(self, runs: list[Tensor]) -> Tensor:
-        """What the runs are together."""
+        """The runs, joined."""
         if len(runs) == 1:
             return runs[0]
         if runs[0].element_size() == 1:  # not all numbers of 8 bits can be joined
