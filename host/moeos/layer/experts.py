@@ -31,11 +31,11 @@ from moeos.world.tracing import RankTrace
 from moeos.world.world import Workspace, World, require_workspace, require_world
 
 _NOTHING_ELSE = (None,) * (len(call_checks.ROUTER) + len(call_checks.SHARED))
-"""In place of the tensors that `Experts` do without, before the scales."""
+"""Replaces the tensors before the scales that `Experts` lack."""
 _MADE_WITH = ("cfg", "world", "workspace", "device", "engine")
-"""What experts keep as long as they live."""
+"""The attributes that experts keep as long as they live."""
 _NO_SHARED_SCALES = (None,) * len(call_checks.SHARED_SCALES)
-"""In place of the scales of shared experts, which follow the experts' own."""
+"""Replaces the scales of shared experts, which follow the experts' own."""
 
 
 class CallKind(NamedTuple):
@@ -309,7 +309,8 @@ class Experts:
             return trained if x.dim() == 2 else trained.view(x.shape)
         if at_once and call_checks.PLAIN.issuperset(map(type, (x, *routing, out, *own))):
             call_checks.check_memory(rows, routing, own)
-            # What is learned has weights to its ids, and is no copy, which may be of anything.
+            # Calls without weights for their ids are not learned, nor are copies, which may be of
+            # anything.
             copied = ids is not topk_ids or weights is not topk_weights
             if not (weigh or copied or x_scale is not None) and (rows is x or x.dim() > 2):
                 known.learn(rows, topk_ids, topk_weights, tokens, out, own)
@@ -328,7 +329,7 @@ class Experts:
         return out
 
     def _know(self, caller: CallKind) -> KnownTensors:
-        """What is known of a caller that has made no call."""
+        """The `KnownTensors` of a caller that has made no call."""
         known = KnownTensors([expected is not None for expected in caller.expected])
         return self._known.setdefault(caller.name, known)
 
@@ -432,7 +433,7 @@ class Experts:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Experts:
-        """These: there is nothing in them that a copy would have of its own."""
+        """Returns these experts: a copy would have nothing of its own."""
         return self
 
     def __reduce__(self) -> NoReturn:
@@ -542,7 +543,7 @@ def placement_of(
 
 
 def device_of(world: World) -> torch.device:
-    """Where the tensors of its calls lie."""
+    """The device of the tensors of the world's calls."""
     if world.backend == "twin":
         return torch.device("cpu")
     return world.device or torch.device("cuda")

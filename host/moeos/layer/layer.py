@@ -41,19 +41,19 @@ if TYPE_CHECKING:
 
 _SEED_BITS = 62
 _OF_THE_WORLD = ("world", "experts", "_order", "_given")
-"""What a layer has from its world or its memory, and a copy or a pickle has not from the layer."""
+"""Attributes that belong to a layer's world or memory, and that a copy or a pickle does not get."""
 _MADE_WITH = ("cfg", "world")
-"""What a layer keeps as long as it lives in a world."""
+"""The attributes that a layer keeps as long as it lives in a world."""
 _OF_THE_GATE = {
     "router_bias": "gate.bias",
     "selection_bias": "gate.selection_bias",
     "expert_scale": "gate.expert_scale",
 }
-"""Where the tensors lie that a config has under these names."""
+"""Names in the layer of the tensors that a config knows by these names."""
 _COMPUTED_WITH = (*call_checks.WEIGHTS, *call_checks.SHARED)
-"""What has the layer's dtype, and keeps it, where it is not of a format."""
+"""The tensors that have and keep the layer's dtype, unless they are quantized."""
 _EQUAL = (*call_checks.SHARED, *call_checks.SHARED_SCALES)
-"""What is equal on all ranks, as the gate is."""
+"""The tensors that are equal on all ranks, as the gate is."""
 _SMALL_FLOATS = (torch.float8_e4m3fn,)
 _SLICE = re.compile(r"([0-9]+)of([0-9]+)")
 """Follows a tensor's name in a state dict: the number of its slice, and how many there are."""
@@ -62,7 +62,7 @@ _EXPERT = re.compile(rf"([0-9]+)(\.{_SLICE.pattern})?")
 _PART = re.compile(rf"{_EXPERT.pattern}|{_SLICE.pattern}")
 """Any of these endings."""
 _HALVED = ("w1", "b1", "shared_w1")
-"""What names of tensors begin with that have a gate's rows and up rows."""
+"""Prefixes of the names of tensors that have gate rows and up rows."""
 _MOST_RUNS = 8
 """Runs of consecutive experts that `print` shows."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -208,7 +208,7 @@ class MoELayer(nn.Module):
     """
 
     experts: Experts | None
-    """What its calls go to; None in a layer from a pickle."""
+    """The experts that compute its calls; None in a layer from a pickle."""
 
     @told_nearest("MoELayer")
     def __init__(
@@ -570,7 +570,7 @@ class MoELayer(nn.Module):
         held: dict[str, torch.Tensor] = {}
         made: dict[str, torch.Tensor] = {}
         apart: list[tuple[torch.Tensor, torch.Tensor]] = []
-        # What is written in inference mode would not be seen by a backward that is to come.
+        # A later backward would not see what is written in inference mode.
         with torch.inference_mode(False), torch.no_grad():
             try:
                 experts.engine.require_open()
@@ -714,10 +714,8 @@ class MoELayer(nn.Module):
         return state
 
     def _state(self) -> dict[str, Any]:
-        """All but what belongs to the world.
-
-        And but what `compile` made: as of any module, a copy is not compiled, or it would run this
-        layer.
+        """All attributes but those that belong to the world and what `compile` made: a copy of any
+        module is not compiled, or it would run this layer.
         """
         left = (*_OF_THE_WORLD, "_compiled_call_impl")
         state = {name: value for name, value in self.__dict__.items() if name not in left}
@@ -1286,7 +1284,9 @@ class MoELayer(nn.Module):
         super()._load_from_state_dict(taken, prefix, *others)
 
     def _remedies_of_part(self, given: torch.Tensor, own: torch.Tensor) -> set[str]:
-        """What is said besides where a tensor has some experts, as a rank of another world has."""
+        """Further remedies for a tensor that has some experts, such as one of a rank of another
+        world.
+        """
         some = given.dim() == own.dim() and 0 < len(given) < self.cfg.experts
         if sharding.is_dtensor(given) or not some or given.shape[1:] != own.shape[1:]:
             return set()
@@ -1311,11 +1311,11 @@ class MoELayer(nn.Module):
             raise ValueError(key + wrong.removeprefix(name))
 
     def _expected(self) -> dict[str, call_checks.Expected]:
-        """What the parameters are to be, but the router's."""
+        """What the parameters are to be, except for the router's."""
         return self._expected_of(self._slicing.cut(self.cfg))
 
     def _expected_of(self, cfg: MoEConfig) -> dict[str, call_checks.Expected]:
-        """What the parameters but the router's are to be, with the sizes of `cfg`."""
+        """What the parameters, except for the router's, are to be with the sizes of `cfg`."""
         local = len(self._own())
         every = (
             *call_checks.expected_weights(cfg, local),
@@ -1333,8 +1333,8 @@ class MoELayer(nn.Module):
         return super().__getattr__(name) if kept == name else getattr(self, kept)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As of any module, where `layer.w1` is as `__getattr__` says; raises `AttributeError` for
-        what a layer was made with.
+        """Sets an attribute as any module does, where `layer.w1` is as `__getattr__` says; raises
+        `AttributeError` for what a layer was made with.
         """
         if name in _MADE_WITH and name in self.__dict__:
             raise AttributeError(

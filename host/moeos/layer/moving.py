@@ -46,7 +46,7 @@ class Move(NamedTuple):
 
 
 def moves(old: Placement, new: Placement) -> list[Move]:
-    """What each rank gets that it has not: of the ranks that have it, by turns."""
+    """The experts that each rank lacks and receives, from the ranks that have them in turn."""
     found = []
     for expert, (had, has) in enumerate(zip(old.holders(), new.holders(), strict=True)):
         gaining = [rank for rank in has if rank not in had]

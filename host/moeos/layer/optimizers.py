@@ -91,7 +91,7 @@ def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
 def state_of(
     optimizer: torch.optim.Optimizer, parameter: Tensor, name: str, rank: int
 ) -> dict[str, Tensor]:
-    """What it keeps of experts, of which each has a part: tensors [X, ...] by their names.
+    """What an optimizer keeps of experts, a part for each: tensors [X, ...] by their names.
 
     Raises `ValueError` for a tensor of another shape, whose parts are unknown, and `RuntimeError`
     for a state that is of other experts.

@@ -48,7 +48,7 @@ class Given:
         self._references = kept + [TensorWeakRef(tensor) for tensor in tensors]
 
     def within(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Those that lie in the memory of others."""
+        """The remembered tensors that share memory with `tensors`."""
         alive = [tensor for one in self._references if (tensor := one()) is not None]
         return [one for one in alive if any(_overlap(one, other) for other in tensors)]
 
@@ -73,7 +73,7 @@ class SharingLayers(NamedTuple):
 
     @classmethod
     def of(cls, layer: MoELayer) -> SharingLayers:
-        """As it is now on this rank."""
+        """Describes what a layer shares now on this rank."""
         fellows: dict[int, MoELayer] = {}
         unknown: dict[int, MoELayer] = {}
         own: list[int] = []

@@ -145,7 +145,8 @@ def _install() -> None:
 
 
 def _names_left_alone(module: nn.Module) -> Iterator[str]:
-    """By which `DistributedDataParallel` asks for what ranks hold alone, or what gloo cannot send.
+    """The names by which `DistributedDataParallel` asks for what ranks hold alone, or what gloo
+    cannot send.
 
     Experts of a world of one rank lie whole on each process, and are as any parameter.
     """
@@ -272,7 +273,7 @@ def _with_mesh(made: Any) -> Any:
 def _named(
     modules: Iterable[nn.Module], parameters: Iterable[torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Those parameters by the names that modules have for them."""
+    """The parameters by the names that modules have for them."""
     ours = {id(one) for one in parameters}
     every = (pair for module in modules for pair in module.named_parameters())
     return {name: one for name, one in every if id(one) in ours}
@@ -375,8 +376,8 @@ def _ids_of_experts(some: Iterable[MoELayer]) -> set[int]:
 
 
 def _ids_of_shared(some: Iterable[MoELayer]) -> set[int]:
-    """What shared experts have in a format, which is equal on all ranks and never trained, and
-    gloo would not send 8-bit floats; and slices of them, which differ by rank.
+    """The ids of shared experts' quantized tensors, which are equal on all ranks and never trained,
+    and whose 8-bit floats gloo cannot send; and of slices of shared experts, which differ by rank.
     """
     some = [
         layer for layer in some if layer.cfg.shared_weight_format is not None or layer._slicing.sums
