@@ -107,7 +107,7 @@ def reduce_expert_grads_(
         return
     among = member
     ranks *= among.size if average else 1
-    # In the gate, so that threads do all of it one after the other.
+    # The gate makes threads do all of it one after the other.
     world.gate.run(lambda: _together(among, world, find, ranks))
 
 
@@ -168,7 +168,7 @@ def _together(
         with HeldSignals() as signals:
             if not all(control.allgather(signals.raised is None, _SUMS)):
                 raise PeerTimeout(f"{group.what} were not taken: a rank was interrupted. {_REMEDY}")
-            # A rank that comes when others have given up finds what they told, and not this.
+            # A rank that comes after the others gave up gets their error instead of this barrier.
             control.barrier(_SUMS)
             _take(trained, sums, member.group, ranks)
             well = True
@@ -240,7 +240,7 @@ def _agreed(
         if any(text is not None for _, text in told):
             return [("", text or "") for _, text in told]
         if all(its == mine for its, _ in told):
-            # A rank that comes when others have given up finds what they told, and not this.
+            # A rank that comes after the others gave up gets their error instead of this barrier.
             control.barrier(_WHAT)
             return []
         every = control.allgather(hashes, _WHAT)

@@ -76,7 +76,7 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, *others: Any
     ) -> dict[torch.device, Tensor]:
-        # All ways of PyTorch's to look for infinities end here.
+        # All of PyTorch's searches for infinities end here.
         def unscale(by: Tensor) -> dict[torch.device, Tensor]:
             found: dict[torch.device, Tensor] = {}
             for its in self._kinds(optimizer):
@@ -97,8 +97,8 @@ class GradScaler(torch.amp.GradScaler):
         if self._scaling is None:  # the optimizer scales them itself
             return interruption.told(world.aside, "GradScaler.step", look)
         found = look()
-        # From the last word on no signal comes before PyTorch has noted that they are scaled: or
-        # some ranks would have scaled and others not, or it would be done again.
+        # After the last exchange signals are held until PyTorch has noted that gradients are
+        # unscaled: else some ranks might have unscaled and others not, or they might do it again.
         held = self._scaling.ends.enter_context(self._scaling.held)
         world.gate.run(lambda: self._require_on_all(held))
         unscale(inv_scale)
