@@ -24,12 +24,12 @@ VERSION = "0.5.23"
 """The version of SGLang whose interfaces this was written for."""
 
 NAME = shared.NAME
-"""What the runner backend is called."""
+"""The name of the runner backend."""
 
 reset = shared.reset
 
 FP8_NAME = f"{NAME}_fp8"
-"""And the one whose experts get their tokens as codes, too."""
+"""The name of the runner backend whose experts get quantized tokens, too."""
 
 try:
     from sglang.srt.arg_groups.choices import add_moe_runner_backend_choices
@@ -201,7 +201,7 @@ def config_of(
 
 
 def weight_format_of(config: MoeRunnerConfig) -> WeightFormat | None:
-    """What a layer's weights are in; `ValueError` for what moeos does not compute."""
+    """The format of a layer's weights; `ValueError` for one that moeos does not compute."""
     method: Any = config.layer.quant_method if config.layer is not None else None
     name = type(method).__name__
     if name == _UNQUANTISED.rpartition(".")[2]:

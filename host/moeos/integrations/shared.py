@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the adapters have in common: worlds and experts that all layers of a model share.
 
-It knows process groups and `moeos.Experts`, and nothing of any library that an adapter is for.
+This file must not depend on any library that an adapter is for.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ VLLM = "0.32.0"
 """The version of vLLM whose interfaces the adapter was written for."""
 
 NAME = "moeos"
-"""What moeos is called in the settings of all libraries."""
+"""The name of moeos in the settings of all libraries."""
 
 SERVER_DEADLINE = 300.0
 """Seconds that a server's ranks wait for each other: one may still compile or capture graphs."""
@@ -63,7 +63,8 @@ class Exclusive:
             self._here.inside = False
 
     def free(self) -> None:
-        """In a child that a fork has made: another thread may have held the lock, and is not there.
+        """Frees the lock in a forked child: another thread may have held it, and does not exist
+        there.
 
         The thread that forked is still inside if it was, and releases the lock that it took.
         """

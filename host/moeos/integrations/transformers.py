@@ -58,7 +58,7 @@ except ImportError as error:
     ) from error
 
 NAME = shared.NAME
-"""What the implementations are called."""
+"""The name of the implementations."""
 
 reset = shared.reset
 
@@ -74,13 +74,13 @@ _WORKS = {
 """Activations, by whether the experts are gated."""
 
 _SAID_IN = ("hidden_act", "hidden_activation", "mlp_hidden_act")
-"""Where configs have the name of the activation."""
+"""The attributes of configs that hold the name of the activation."""
 
 _DTYPES = {"cpu": twin.DTYPES, "cuda": kernel_shape.DTYPES}
-"""What computes on a device has these."""
+"""The dtypes that moeos computes with, by device."""
 
 _OF_SLICES = "moe_tp_experts"
-"""What plans of tensor parallelism call how experts of which ranks hold slices compute."""
+"""The name in tensor-parallel plans for experts of which ranks hold slices."""
 
 _READY = "_moeos_ready"
 """The attribute of a module in which its `_Ready` lies, and all that moeos sets. No dictionary by
@@ -277,7 +277,9 @@ class _Own(torch.autograd.Function):
 
 
 class _Whole(torch.autograd.Function):
-    """All rows, of which each rank has some. The ranks go on alike, so each has the gradient."""
+    """Gathers all rows, of which each rank has some. All ranks compute the same afterwards, so each
+    has the gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, part: _Part, mine: Tensor) -> Tensor:

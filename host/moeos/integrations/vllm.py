@@ -20,12 +20,12 @@ VERSION = shared.VLLM
 """The version of vLLM whose interfaces this was written for."""
 
 NAME = shared.NAME
-"""What the quantisation is called."""
+"""The name of the quantization."""
 
 reset = shared.reset
 
 _MXFP4 = ("mxfp4", "gpt_oss_mxfp4")
-"""What checkpoints call it, and what vLLM calls it in them."""
+"""The names of MXFP4 in checkpoints and in vLLM."""
 
 try:
     from vllm.model_executor.layers.quantization import register_quantization_config

@@ -234,7 +234,7 @@ class OnMoeos(FusedMoEMethodBase):
     supports_pre_processed_weights = True
 
     def start(self, moe: FusedMoEConfig) -> None:
-        """In place of vLLM's `__init__`, which looks for a kernel among vLLM's own."""
+        """Replaces vLLM's `__init__`, which looks for a kernel among vLLM's own."""
         refuse_unsupported(moe, self.weight_format)
         FusedMoEMethodBase.__init__(self, moe)
         self.options = Options.current()
