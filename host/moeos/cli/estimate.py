@@ -104,7 +104,7 @@ class Work:
         return sum(self.bytes_by_peer[:node])
 
     def bytes_over_network(self, node: int) -> int:
-        """What it sends to the ranks of other nodes."""
+        """What rank 0 sends to the ranks of other nodes."""
         return sum(self.bytes_by_peer[node:])
 
     def floors(

@@ -32,7 +32,7 @@ PURPOSES: Mapping[str, str] = {
     "transformers": "`moeos.integrations.transformers`",
     "vllm": "`moeos.integrations.vllm`, in an environment of its own",
 }
-"""By the name of the extra; README's table shows the same."""
+"""Packages by the name of the extra; README's table repeats them."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -48,7 +48,7 @@ def packages_of(extra: str) -> list[str]:
 
 
 def findings() -> list[Finding]:
-    """One for each extra."""
+    """A finding for each extra."""
     return [_finding(extra, purpose) for extra, purpose in PURPOSES.items()]
 
 

@@ -44,12 +44,12 @@ class RankMemory:
 
     @property
     def without_weights(self) -> int:
-        """What moeos itself takes."""
+        """Bytes that moeos takes without weights."""
         return sum(self.workspace.values())
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Bytes in all, with weights."""
         return self.without_weights + self.weights
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a command line says of how experts are cut over ranks, and of how calls of slices compute.
 
-It knows the options and torch.distributed, and nothing of what commands do with a layer.
+This file must not depend on what commands do with a layer.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ _SHOWN = 0.005  # a share that is shown as 1 % or more
 
 
 class Report:
-    """One call's; `about` says what ran, as `moeos trace` notes it."""
+    """The report of one call; `about` says what ran, as `moeos trace` notes it."""
 
     def __init__(self, call: CallTrace, found: Causes, about: Mapping[str, Any]) -> None:
         self._call = call

@@ -65,5 +65,5 @@ class Reader:
 
 
 def grid(blocks_each: int) -> tuple[int, int, int]:
-    """So many blocks for each multiprocessor."""
+    """A grid with `blocks_each` blocks for each multiprocessor."""
     return torch.cuda.get_device_properties().multi_processor_count * blocks_each, 1, 1

@@ -61,7 +61,7 @@ def finish(command: Callable[[], int], json_file: Path | None = None) -> NoRetur
 
 
 def say(error: BaseException) -> None:
-    """One line on stderr."""
+    """Prints the error as one line on stderr."""
     print(f"moeos: {_sentence(error)}", file=sys.stderr, flush=True)
 
 

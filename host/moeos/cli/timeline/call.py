@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from moeos.world.tracing import KINDS, OS_ACTORS, TASK_KINDS, RankTrace
 
 NONE = -1
-"""As a peer, an expert, a place or a moment: there is none."""
+"""Stands for no peer, no expert, no place or no moment."""
 
 ROUTE, DISPATCH, REPLICATE, PRODUCT0, PRODUCT1, COMBINE = map(
     TASK_KINDS.index, ("route", "dispatch", "replicate", "product0", "product1", "combine")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each part waited for, as far as the events and the counts of rows determine it.
 
-It knows how a call's work follows from other work (docs/tracing.md has the rules in words), and
-nothing of files or pictures.
+This file knows how a call's work follows from other work (docs/tracing.md has the rules in words);
+it must not depend on files or pictures.
 """
 
 from __future__ import annotations
@@ -185,7 +185,9 @@ class _Finder:
         return here
 
     def _in_order(self, parts: Sequence[int]) -> list[int]:
-        """For each chunk of these parts the one with which it and those before it were done."""
+        """The part, for each chunk of these parts, with which this chunk and all before it were
+        done.
+        """
         column = self._column
         by_chunk = {
             chunk: i

@@ -78,7 +78,9 @@ def _us(ns: float) -> float:
 
 
 def _lanes(parts: Parts) -> Numbers:
-    """For each part the first of its processor's threads that is free when it is claimed."""
+    """The lane of each part: the first of its processor's threads that is free when the part is
+    claimed.
+    """
     lanes = numpy.zeros(len(parts), numpy.int64)
     free: dict[tuple[int, int], list[int]] = {}
     for index, part in enumerate(parts):

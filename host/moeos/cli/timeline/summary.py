@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a call's parts add up to, and the chain of parts that its end waited for.
 
-It knows numbers and parts, and nothing of how they are written down.
+This file must not depend on how results are written.
 """
 
 from __future__ import annotations
