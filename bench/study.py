@@ -101,7 +101,7 @@ class Rounds:
     warm_up: int = 5
 
     def fields(self) -> Case:
-        """As documents name them."""
+        """The fields as documents name them."""
         return {"rounds": self.count, "warm_up_rounds": self.warm_up}
 
 

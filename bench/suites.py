@@ -43,7 +43,7 @@ from moeos.config.config import MoEConfig
 from moeos.system.files import read_toml
 
 LEAST_ROUNDS = 3
-"""For quartiles."""
+"""Quartiles need this many rounds."""
 GATE = "gate"
 """The routing of a case in which the layer routes by its own gate."""
 

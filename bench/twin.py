@@ -108,7 +108,7 @@ def main(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One call of a layer, or as many as one likes: each has the same tokens and weights.
+    """A call of a layer that can be repeated: each has the same tokens and weights.
 
     Attributes:
         cfg: the layer; S is its max_tokens.

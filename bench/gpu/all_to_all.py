@@ -42,7 +42,7 @@ NEAR_TIE = 4e-6
 """Tokens whose experts are no more certain than this may be routed otherwise in fp32."""
 
 AllToAll = Callable[..., Any]
-"""With the arguments of `torch.distributed.all_to_all_single`."""
+"""A function with the arguments of `torch.distributed.all_to_all_single`."""
 
 
 def fp32_logits(x: Tensor, gate: Tensor) -> Tensor:

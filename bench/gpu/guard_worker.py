@@ -47,8 +47,9 @@ CASES: dict[str, dict[str, Any]] = {
     "two-ranks-128": {"layer": QWEN3, "tokens": 128, "ranks": 2},
     "four-ranks-2048": {"layer": QWEN3, "tokens": 2048, "ranks": 4},
 }
-"""By name: the layer, tokens of a rank, virtual ranks (1 unless said), and whether it is the
-backward of a call that is timed."""
+"""Cases by name: the layer, tokens of a rank, virtual ranks (1 unless said), and whether it is the
+backward of a call that is timed.
+"""
 
 
 class Caller:

@@ -28,8 +28,9 @@ PUBLISHED = "a published FP8 kernel"
 PUBLISHED_SECONDS = {
     "qwen3-30b-a3b": {8: 125e-6, 128: 159e-6, 512: 235e-6, 2048: 506e-6, 8192: 1697e-6},
 }
-"""By shape and tokens: of DeepGEMM's MegaMoE for SM90 on the full deployment, with FP8 weights and
-routing outside of the kernel, as its pull request 352 has them. They have not been measured here.
+"""Times, by shape and tokens, of DeepGEMM's MegaMoE for SM90 on the full deployment, with FP8
+weights and routing outside of the kernel, as its pull request 352 has them. They have not been
+measured here.
 """
 
 _CALL = 20e-6  # seconds of a call whatever its size

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the report says of a suite of shapes (bench.studies.gpu): its tables, what compares numbers
-of GPUs, and what they have reached of the bars. What a bar is, bench.report.bars knows.
+"""What the report says of a suite of shapes (bench.studies.gpu): its tables, comparisons of numbers
+of GPUs, and which bars they reach. Bars are defined in bench.report.bars.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def bars_reached(every: Sequence[Mapping[str, Any]]) -> Section | None:
         return None
     counts = sorted(by_ranks)
     ratios = {count: _ratios(by_ranks[count], by_ranks.get(1)) for count in counts}
-    # By bars, and within one of them in the order of the results.
+    # Rows are ordered by bar, and within a bar as in the results.
     rows = dict.fromkeys(row for count in counts for row in ratios[count])
     words = list(dict.fromkeys(bar for bar, _, _ in rows))
     return Section(

@@ -57,7 +57,7 @@ def step_seconds(scenario: Mapping[str, Any], contestant: str) -> list[float]:
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """With values in between where there is none."""
+    """The percentile, interpolated between values."""
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
 
 

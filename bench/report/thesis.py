@@ -23,10 +23,10 @@ TOKENS = (1024, 2048, 4096, 8192)
 """Tokens of a GPU, in Table 6.3."""
 
 TOKEN_SCALING_EXPERTS = 32
-"""In Table 6.3 and Table 6.5."""
+"""Experts in Table 6.3 and Table 6.5."""
 
 EXPERTS = (16, 32, 64, 128)
-"""In Table 6.4."""
+"""Numbers of experts in Table 6.4."""
 
 EXPERT_SCALING_TOKENS = 8192
 """Tokens of a GPU, in Table 6.4 and Table 6.5."""

@@ -44,7 +44,7 @@ class Nodes:
 
     @property
     def ranks_per_node(self) -> int | None:
-        """For `moeos.init`."""
+        """The argument for `moeos.init`."""
         return None if self.nodes == 1 else self.ranks // self.nodes
 
     @property

@@ -59,11 +59,11 @@ SHAPES = {
     "glm-4.5-air": Shape(4096, 1408, 128, 8),
     "kimi-k2-quarter": Shape(7168, 2048, 96, 8),
 }
-"""As the peer's program names them, and in its order, which its random numbers depend on."""
+"""Shapes by the names of the peer's program, in its order, which its random numbers depend on."""
 
 
 class Call(NamedTuple):
-    """One that the peer made on all ranks; `zipf`: the exponent of its routing, 0 if uniform."""
+    """A call that the peer made on all ranks; `zipf`: the exponent of its routing, 0 if uniform."""
 
     shape: str
     tokens: int
@@ -230,7 +230,7 @@ def config_of(shape: Shape, max_tokens: int) -> moeos.MoEConfig:
 
 
 def _checked(rows: Tensor) -> Tensor:
-    """Which of them are."""
+    """The indices of the rows that are compared."""
     return torch.linspace(0, len(rows) - 1, min(len(rows), CHECKED)).long()
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is done to the ranks: by name, as delays before each step and factors of their speed.
 
-It knows distributions and ranks, and nothing of layers or clocks.
+This file must not depend on layers or clocks.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class _Step:
 
     @staticmethod
     def of(stats: Mapping[str, Any], seconds: float) -> _Step:
-        """From a layer's stats, and the step's length on this rank, its delay included."""
+        """Makes a step from a layer's stats and the step's length on this rank, delay included."""
         busy = stats["busy_seconds"] / (stats["processors"] * seconds)
         return _Step(seconds, busy, stats["rows_before_counts"], stats["pairs_received"])
 
@@ -254,7 +254,7 @@ class Stragglers(Study):
                 layer.check()
                 stats = layer.stats()
                 mine.append(_Step.of(stats, seconds))
-                # As many come from a rank, rows and results, as go to it.
+                # As many bytes, rows and results, come from a rank as go to it.
                 far = sum(stats["row_bytes_by_peer"][peer] for peer in self._plan.nodes.far(rank))
                 far_bytes = max(far_bytes, far)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts that are trained beside each other: moeos, by what it saves, and torch._grouped_mm.
+"""The experts whose training is compared: moeos, by what it saves, and torch._grouped_mm.
 
 Each has the same tokens, routing and weights. Here is how a forward call and its gradients are had
 of each, and what they keep and take. Must not depend on suites, nor on how they are timed.
@@ -84,7 +84,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "relu": functional.relu,
 }
-"""Those that papers train with, [n, 2I or I] -> [n, I]."""
+"""Activations that papers train with, [n, 2I or I] -> [n, I]."""
 
 
 def grouped_experts(
@@ -177,7 +177,7 @@ def distance(made: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
-    # By parts: in float32 all experts' weights may be more than a GPU has room for.
+    # Tensors are compared in parts: all experts' weights in float32 may exceed a GPU's memory.
     off, size = torch.zeros(2, dtype=torch.float64, device=one.device)
     for a, b in zip(one.split(_rows(one)), other.split(_rows(one)), strict=True):
         off += (a.float() - b.float()).square().sum()
