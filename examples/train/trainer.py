@@ -23,7 +23,7 @@ were 2e-2 apart 150 steps later.
 WARM_UP = 20
 """Steps in which the rate of learning grows to its full size."""
 MOST_NORM = 1.0
-"""To which gradients are clipped."""
+"""The norm to which gradients are clipped."""
 
 
 class Trainer:
