@@ -6,7 +6,7 @@ sends x and the gradient of the output to the experts again. What is expert-para
 engine's; the gate's weights and the shared experts, which each rank has, are differentiated here by
 PyTorch. Where ranks with slices of experts have the same tokens, each makes its part of the
 gradients of tokens, and the engine's call adds them up: so they are equal on these ranks. This file
-knows tensors and an engine, and nothing of modules, heaps or how ranks talk.
+must not depend on modules, heaps or how ranks communicate.
 """
 
 from __future__ import annotations

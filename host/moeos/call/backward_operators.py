@@ -5,8 +5,8 @@
 often as the model does, and in its order. `record` seems to write `order`, as `moeos::forward`
 does. `backward` cannot: calls of other graphs have written it since it was saved. It has an effect,
 so it is never dropped, and reads what the one before it in its graph has returned, so the two never
-change places. What they compute is that of `moeos.call.autograd`. This file knows schemas, and
-nothing of modules.
+change places. What they compute is that of `moeos.call.autograd`. This file must not depend on
+modules.
 """
 
 from __future__ import annotations

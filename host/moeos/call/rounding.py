@@ -2,8 +2,8 @@
 """Token rounding: each expert gets a whole number of tiles of tokens (SonicMoE, section 5).
 
 A product computes whole tiles, so rows that fill no tile cost as much as one. Here each expert
-drops the tokens beyond its last whole tile, or takes more to fill one. It knows scores and choices,
-and nothing of layers, configs or ranks.
+drops the tokens beyond its last whole tile, or takes more to fill one. This file must not depend on
+layers, configs or ranks.
 """
 
 from __future__ import annotations
