@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the router and expert weights of one Mixture-of-Experts block from a Hugging Face model.
 
-It follows the row of the table of layouts that `names.py` has found, and knows nothing of the layer
-that will hold the weights: it returns plain tensors.
+It follows the row of the table of layouts that `names.py` has found. This file must not depend on
+the layer that will hold the weights: it returns plain tensors.
 """
 
 from __future__ import annotations
