@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Mixture-of-Experts layer as a PyTorch module.
 
-A gate and `Experts`, and the parameters of both: it holds this rank's weights and hands them to its
-experts in each call. It knows nothing of engines, heaps, tasks or how ranks talk.
+A layer is a gate and `Experts`: it holds the parameters of both on this rank and passes them to its
+experts in each call. This file must not depend on engines, heaps, tasks or communication.
 """
 
 from __future__ import annotations
@@ -137,10 +137,9 @@ class MoELayer(nn.Module):
             y = layer(x)
             y.float().square().mean().backward()
 
-    Collective: all ranks make it with the same config, and call it equally often; how many tokens a
-    rank passes in a call is its own affair.
-
-    Its parameters require gradients, as those of any module do, so a call keeps what its backward
+    Collective: all ranks make it with the same config, and call it equally often; each rank may
+        pass any number of tokens in a call. Its parameters require gradients, as those of any
+        module do, so a call keeps what its backward
     needs, unless it is made under `torch.no_grad()` or `torch.inference_mode()`. Parameters of a
     layer that has no backward require none: one with `cfg.weight_format`, or whose placement holds
     an expert on several ranks. A backward is a call of its own, as collective as the forward one:
@@ -242,7 +241,7 @@ class MoELayer(nn.Module):
         self._given = replacing.Given()
         self._placement = placement_of(cfg, world, placement, self._slicing)
         self.experts = None
-        # Layers are made one after the other, whichever threads make them.
+        # Threads make layers one after the other.
         world.together("the making of a MoELayer", lambda: self._make(cfg, world, workspace, init))
 
     @classmethod
@@ -269,9 +268,9 @@ class MoELayer(nn.Module):
         is not used
         raises, unless its name below `prefix` begins with one of `ignore`: pass
         ("shared_experts.",), and a config without them, where shared experts are computed
-        elsewhere. See `moeos.checkpoints.load_block`, which says what it understands and whose
-        errors it raises. Where only another rank cannot read its experts, `ValueError` names it.
-        Errors of calls name the layer by `prefix`.
+        elsewhere. See `moeos.checkpoints.load_block`, which lists what it reads, and whose errors
+        this raises. Where only another rank cannot read its experts, `ValueError` names it. Errors
+        of calls name the layer by `prefix`.
         """
         require_world(world)
 
@@ -479,17 +478,18 @@ class MoELayer(nn.Module):
         call it, and none is in a call.
 
         Parameters keep their memory, so that captured graphs and `torch.compile` go on; what they
-        hold are the experts of `placement.ranks[rank]`. Until all ranks have theirs, nothing has
-        changed. Each rank needs memory for as much besides. Between processes experts are sent by
-        torch.distributed, over NVLink or a network where it uses NCCL.
+        hold are the experts of `placement.ranks[rank]`. Until all ranks have received theirs,
+        nothing has changed. Each rank needs memory for a second copy of its experts. Between
+        processes experts are sent by torch.distributed, over NVLink or a network where it uses
+        NCCL.
 
-        A `grad` and a `main_grad` move with their experts, and what `optimizers` keep of them. A
-        step of another optimizer that keeps something of them raises. Other layers with the same
-        tensors move, too. What a state dict has of experts gets memory of its own, so that it
-        stays as it was.
+        A `grad`, a `main_grad` and the states in `optimizers` move with their experts. A step of
+        another optimizer that has a state of these experts raises. Other layers with the same
+        tensors move, too. Experts in a state dict get memory of their own, so that they stay as
+        they were.
 
         What a signal's handler raises while experts are on their way, such as KeyboardInterrupt,
-        comes out when they have moved on all ranks, or on none: `placement` says which.
+        is raised when they have moved on all ranks, or on none: `placement` says which.
 
         Raises:
             TypeError: it is no placement, or `optimizers` no sequence of them.
@@ -564,7 +564,9 @@ class MoELayer(nn.Module):
         passed: Sequence[torch.optim.Optimizer],
         signals: HeldSignals,
     ) -> None:
-        """Collective. All ranks have moved their experts, or none has, but where one is lost."""
+        """Collective. All ranks have moved their experts afterwards, or none has, unless a rank is
+        lost.
+        """
         world, old, experts = self.world, self.placement, self._bound()
         error: Exception | None = None
         held: dict[str, torch.Tensor] = {}
@@ -578,7 +580,7 @@ class MoELayer(nn.Module):
                 made = moving.room(held)
                 apart = [(one, one.clone()) for one in sharing.given(held)]
                 experts.settle()
-            except Exception as raised:  # what does not fit, no memory, a call that failed
+            except Exception as raised:  # a misfit, no memory, a failed call
                 error = raised
             with replacing.nothing_moves():
                 replacing.require_on_all(world, error, signals.raised)
@@ -633,11 +635,12 @@ class MoELayer(nn.Module):
         return self._bound().trace()
 
     def check(self) -> None:
-        """Raises what has gone wrong in the calls so far. Waits for them.
+        """Waits for the calls so far, and raises what went wrong in them.
 
-        On the twin a call raises by itself. On the GPU a call only launches: what goes wrong in it
-        is known when its kernel has ended, and raises here or in a later call. A selection bias
-        that is not finite raises `ValueError` there only here; its expert is a last choice.
+        On the twin a call raises by itself. On the GPU a call only launches: an error in it is
+        known when its kernel has ended, and is raised here or in a later call. On the GPU only this
+        function raises `ValueError` for a selection bias that is not finite; its expert is a last
+        choice.
         """
         self._bound().check()
         if self.gate.selection_bias is not None:
@@ -737,7 +740,9 @@ class MoELayer(nn.Module):
         wrappers.protect(self)
 
     def _make(self, cfg: MoEConfig, world: World, workspace: Workspace | None, init: bool) -> None:
-        """Parameters and what computes with them. Collective, in the world's gate."""
+        """Makes the parameters and the experts that compute with them. Collective, in the world's
+        gate.
+        """
         kind = "MoELayer" if init else "MoELayer(init=False)"
         apart = self._agree(cfg, world, kind)
         local = len(self._own())
@@ -797,8 +802,8 @@ class MoELayer(nn.Module):
             *(self.cfg, world, workspace, self.placement, self._slicing, self._placed)
         )
         self._device = self.experts.device
-        # A buffer, since `torch.export` lets a graph write nothing else; but what is done to the
-        # layer's buffers is not done to this one, which all layers share.
+        # A buffer, since `torch.export` lets a graph write nothing else; but moves and casts of the
+        # layer's buffers leave this one alone, which all layers share.
         self.register_buffer("_order", None, persistent=False)
         self._buffers["_order"] = custom_op.order_on(self._device)
         wrappers.protect(self)
@@ -823,7 +828,7 @@ class MoELayer(nn.Module):
             self._initialise(seed)
 
     def _initialise(self, seed: int) -> None:
-        generator = torch.Generator(self.w1.device)  # drawn where they lie, gigabytes in no time
+        generator = torch.Generator(self.w1.device)  # on their device, which is fast
         with torch.no_grad():
             generator.manual_seed(seed)
             _fill_uniform(self.gate.weight, generator)
@@ -901,7 +906,7 @@ class MoELayer(nn.Module):
         return None if why is None else f"that has no backward{why}"
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MoELayer:
-        """Moves what is the layer's, and not the tensor that orders the calls of all layers.
+        """Moves the layer's tensors, but not the tensor that orders the calls of all layers.
 
         Raises `TypeError`, before anything has changed, for `to`, `half` and their like if they
         would give its experts another dtype. Codes and their scales keep theirs.
@@ -961,7 +966,7 @@ class MoELayer(nn.Module):
             self._given.add(self._given_to(destination, prefix))
 
     def _given_to(self, state: Mapping[str, Any], prefix: str) -> Iterator[torch.Tensor]:
-        """The tensors of experts that a state dict has, of a DTensor what it has here."""
+        """The tensors of experts in a state dict; of a DTensor, the local part."""
         for name in self._names_of_experts():
             keys = [f"{prefix}{name}.{expert}" for expert in self._own()]
             for key in (prefix + name, *keys):
@@ -981,7 +986,7 @@ class MoELayer(nn.Module):
         return [state_names.state_name(self.cfg, name) for name in wrappers.EXPERTS]
 
     def _holding(self) -> tuple[int, int]:
-        """Which of the ranks this one is that share out experts, and how many they are."""
+        """This rank's number among the ranks that divide the experts, and how many these are."""
         rank, ranks = self._place
         return self._slicing.holder(rank), self._slicing.holders(ranks)
 
@@ -1002,8 +1007,8 @@ class MoELayer(nn.Module):
 
     def _name_slices(self, state: dict[str, Any], prefix: str) -> None:
         """Gives this rank's slices in a state dict names of their own, such as w1.0of2 for w1.
-        Where groups of ranks share out the experts, each expert has its own, such as w1.3.0of2, and
-        so has what is not cut of it, such as b2.3.
+        Where groups of ranks divide the experts, each expert has names of its own, such as
+        w1.3.0of2; so do its tensors that are not cut, such as b2.3.
 
         So a checkpoint has the slices of all ranks. What is equal on all ranks keeps its name.
         """
@@ -1022,10 +1027,10 @@ class MoELayer(nn.Module):
                 state[key + end] = state.pop(key)
 
     def _join_slices(self, taken: dict[str, Any], prefix: str, errors: list[str]) -> set[str]:
-        """Makes of slices, such as w1.0of2 and w1.1of2, a whole w1, where all are there; or takes
-        this rank's own. So it makes of w1.3.0of2 and w1.3.1of2 a w1.3, for each expert of this
-        rank. Where neither is there, an error says which slices are. Returns the keys that have
-        such an error.
+        """Joins slices, such as w1.0of2 and w1.1of2, to a whole w1, where all are there; or takes
+        this rank's own. For each expert of this rank it likewise joins w1.3.0of2 and w1.3.1of2 to
+        w1.3. Where neither is possible, an error names the slices that are there. Returns the keys
+        that have such an error.
         """
         found: dict[str, dict[tuple[int, int], str]] = {}  # by what they are slices of
         for key in taken:
@@ -1109,8 +1114,8 @@ class MoELayer(nn.Module):
         )
 
     def _cut(self, name: str, given: torch.Tensor) -> torch.Tensor:
-        """This rank's slice of a whole tensor of its experts, or of the shared ones; what has the
-        shape of a slice already is one.
+        """This rank's slice of a whole tensor of its experts, or of the shared ones; a tensor with
+        the shape of a slice is returned as it is.
         """
         whole, part = self._expected_of(self.cfg)[name].shape, self._expected()[name].shape
         if given.shape != whole or whole == part:
@@ -1134,8 +1139,8 @@ class MoELayer(nn.Module):
         )
 
     def _join_experts(self, taken: dict[str, Any], prefix: str, errors: list[str]) -> set[str]:
-        """Makes of the tensors of single experts, such as w1.3, this rank's w1, where there is no
-        w1, and leaves out those of other ranks. Where one is missing all stay, and PyTorch names
+        """Stacks the tensors of single experts, such as w1.3, to this rank's w1, where there is no
+        w1, and leaves out those of other ranks. If one is missing, all stay, and PyTorch names
         them. Returns the keys of the tensors that it has made.
         """
         joined = set()
@@ -1170,9 +1175,9 @@ class MoELayer(nn.Module):
     def _single(
         self, key: str, name: str, given: Any, whole: torch.Size, part: torch.Size
     ) -> torch.Tensor:
-        """What this rank holds of one expert's tensor, which a state dict has under `key`, and a
-        call as a part of `name`: of shape `part`, or cut from a `whole` one. Raises `ValueError`
-        for others.
+        """This rank's part of one expert's tensor, which a state dict has under `key`, and which a
+        call knows as a part of `name`: of shape `part`, or cut from a `whole` one. Raises
+        `ValueError` for others.
         """
         single = sharding.everything(key, given)
         if single.shape not in (whole, part):
@@ -1189,7 +1194,7 @@ class MoELayer(nn.Module):
 
     def _of_all_ranks(self, local: torch.Tensor) -> torch.Tensor:
         """The DTensor [E, ...] of which this rank's part is `local` [X, ...]; `local` itself where
-        torch.distributed has not the ranks of the world.
+        torch.distributed does not have the ranks of the world.
 
         Raises `RuntimeError` where experts do not lie in order, which a DTensor cannot say.
         """
@@ -1209,7 +1214,7 @@ class MoELayer(nn.Module):
         return sharding.whole(local, self.cfg.experts, self._device, group)
 
     def _group(self) -> ProcessGroup | None:
-        """What torch.distributed has of the ranks of the world, if it has them."""
+        """The process group of the world's ranks, if torch.distributed has one."""
         known = None if self.experts is None else self.world.group
         group = None if known is None else sharding.found_again(known)
         is_default = not self._apart and sharding.process_group_place() == self._place
@@ -1244,7 +1249,7 @@ class MoELayer(nn.Module):
         assigns = others[0].get("assign_to_params_buffers", False)
         refused = state_names.take_other_formats(self.cfg, taken, prefix)
         errors += refused
-        if refused:  # and not missing once more
+        if refused:  # so it is not missing as well
             named = {prefix + name: self._parameters.get(name) for name in self._names}
             taken = {key: kept for key, kept in named.items() if kept is not None} | taken
         joined = self._join_slices(taken, prefix, errors)
@@ -1263,7 +1268,7 @@ class MoELayer(nn.Module):
             except ValueError as error:
                 errors.append(str(error))
                 remedies |= self._remedies_of_part(given, own)
-                mine = own  # neither missing nor of a wrong shape once more
+                mine = own  # so neither missing nor of a wrong shape as well
             taken[key] = _apart(mine) if assigns and mine is not given else mine
         errors += remedies
         for name in _EQUAL:
@@ -1386,7 +1391,7 @@ class MoELayer(nn.Module):
 
 
 def _told(experts: Sequence[int]) -> str:
-    """Which experts these are, in words, of many places the first."""
+    """These experts in words; of many runs, the first."""
     if not experts:
         return "no experts"
     runs: list[list[int]] = []
@@ -1465,7 +1470,9 @@ def _as_bits(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -
 
 
 def _stacked(single: list[torch.Tensor]) -> torch.Tensor:
-    """[X, ...] of tensors [...] of X experts. As bits: not all 8-bit floats can be stacked."""
+    """Stacks tensors [...] of X experts to [X, ...]. They are stacked as bits: not all 8-bit floats
+    can be.
+    """
     kind = single[0].dtype
     if kind not in _SMALL_FLOATS:
         return torch.stack(single)
@@ -1473,8 +1480,8 @@ def _stacked(single: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in memory of its own: one that is to be a parameter must not keep alive what it
-    was cut from, and has to be contiguous.
+    """The tensor in memory of its own: a parameter must be contiguous, and must not keep alive the
+    tensor that it was cut from.
     """
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
@@ -1484,7 +1491,7 @@ def _fill_uniform(weight: torch.Tensor, generator: torch.Generator) -> None:
 
 
 def _uniform(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-    """fp32 numbers within the inverse square root of the inputs, where the generator draws them."""
+    """fp32 numbers within ±1/sqrt(inputs), on the generator's device."""
     bound = shape[-1] ** -0.5
     drawn = torch.empty(shape, dtype=torch.float32, device=generator.device)
     return drawn.uniform_(-bound, bound, generator=generator)

@@ -2,8 +2,8 @@
 """What goes along when a layer's experts move, and what keeps them from moving.
 
 In addition to the weights these are gradients, optimizer states, other layers with these weights,
-and what state dicts hold. This file knows layers, their parameters and optimizers, and nothing of
-engines, or of how tensors get to other ranks.
+and what state dicts hold. This file must not depend on engines, or on how tensors get to other
+ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _MAX_TOLD = 2000  # characters of a rank's error that the others get
 class Given:
     """The tensors in a layer's memory that its state dicts have, as long as they are referenced.
 
-    They have names of experts. So before others come to lie there, they get memory of their own.
+    State dicts name them by expert. So before other experts take their place, they get memory of
+    their own.
     """
 
     def __init__(self) -> None:
@@ -54,10 +55,10 @@ class Given:
 
 
 class SharingLayers(NamedTuple):
-    """A layer, and what there is of other layers that have its weights.
+    """A layer, and the other layers that share its weights.
 
     Attributes:
-        layer: whose experts are to move.
+        layer: the one whose experts are to move.
         fellows: others of the same weights, by their numbers.
         unknown: such layers where this rank has no experts and so cannot distinguish them from
             layers with other weights.
@@ -116,7 +117,7 @@ class SharingLayers(NamedTuple):
     def held(self, passed: Sequence[Optimizer]) -> dict[str, Tensor]:
         """All tensors [X, ...] of this rank that move, by names that all ranks have.
 
-        Raises what a call raises for weights that are not as the layer was made, `TypeError` and
+        Raises what a call raises for weights that no longer fit the layer, `TypeError` and
         `ValueError` for a `main_grad` or a state that does not fit, and `error`.
         """
         if self.error is not None:
@@ -148,7 +149,7 @@ class SharingLayers(NamedTuple):
         return held
 
     def given(self, held: dict[str, Tensor]) -> list[Tensor]:
-        """What state dicts have in the memory of `held`."""
+        """The tensors of state dicts in the memory of `held`."""
         tensors = list(held.values())
         return [
             one
@@ -157,7 +158,7 @@ class SharingLayers(NamedTuple):
         ]
 
     def agreed(self, held: dict[str, Tensor]) -> list[Experts]:
-        """The experts of all its layers. Collective.
+        """Returns the experts of all its layers. Collective.
 
         Raises `ConfigMismatch`, alike on all ranks, unless they move the same tensors and layers.
         """
@@ -201,11 +202,11 @@ def require_on_all(
     Collective.
 
     `interrupted`: what a signal's handler has raised here. `since`: when experts began to be sent,
-    of `time.monotonic()`; after this exchange ranks change what they have. One that got no experts
-    comes here at the deadline from then on, and all wait for it `MARGIN` more, and no longer. A
-    rank that cannot know whether the others have changed theirs aborts the world.
+    of `time.monotonic()`; after this exchange ranks change what they have. A rank that got no
+    experts comes here at the deadline from then on, and all wait `MARGIN` longer for it. A rank
+    that cannot know whether the others have changed theirs aborts the world.
 
-    Raises what there is here; else `PeerTimeout` for a rank that was late, is gone, or was
+    Raises this rank's own error; else `PeerTimeout` for a rank that was late, is gone, or was
     interrupted, and `ValueError` with the text of any other error.
     """
     what = "the experts of its new placement"
@@ -299,7 +300,7 @@ def _writable(name: str, tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether some memory is of both."""
+    """Whether two tensors share memory."""
     if one.is_meta or other.is_meta or one.numel() == 0 or other.numel() == 0:
         return False
     ends = [tensor.data_ptr() + tensor_memory.extent(tensor) for tensor in (one, other)]
@@ -325,7 +326,7 @@ def _why_apart(layer: MoELayer, other: MoELayer) -> str:
 
 
 def _told(layer: MoELayer) -> str:
-    """A layer in an error."""
+    """The name of a layer in an error."""
     if layer.experts is None:
         return "a layer from a pickle"
     return _numbered(layer.world, layer.experts.engine.number)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What wraps a whole model for data parallelism leaves a layer's experts alone.
+"""Makes wrappers of a whole model for data parallelism leave a layer's experts alone.
 
 Wrappers make the parameters of all ranks equal, or cut them up, by name. Experts of equal names
 differ by rank, so either would silently destroy them. This file must depend on nothing of a layer
@@ -16,8 +16,9 @@ but which of its tensors differ by rank, and how many ranks share them.
 Weights that a module passes to `Experts` are unknown before a call. A wrapper that takes tensors of
 their shape warns, and so does a call with what a wrapper averages.
 
-None has a hook for this: each reads what to ignore at the module that is wrapped, which a layer
-deep inside does not know. So functions of theirs are wrapped, once. What stands there is kept.
+No wrapper has a hook for this: each reads what to ignore from the module that is wrapped, which a
+layer deep inside does not know. So functions of the wrappers are wrapped, once, and still call the
+originals.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def protect(layer: MoELayer) -> None:
 
 
 def watch(experts: Experts) -> None:
-    """Makes wrappers that are made from now on warn of weights that a module passes to these."""
+    """Makes wrappers made from now on warn of weights that a module passes to `experts`."""
     if dist.is_available() and experts.world.size > 1:
         _watched.add(experts)
         _install()
@@ -203,7 +204,7 @@ def _wrap(where: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
 
 
 def _without_experts(found: Any) -> Any:
-    """Around what finds the parameters and buffers that `fully_shard` cuts."""
+    """Wraps the function that finds the parameters and buffers that `fully_shard` cuts."""
 
     def find(*args: Any, **options: Any) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
         parameters, buffers = found(*args, **options)
@@ -214,7 +215,7 @@ def _without_experts(found: Any) -> Any:
 
 
 def _with_experts(found: Any) -> Any:
-    """Around what finds the parameters that `FullyShardedDataParallel` ignores."""
+    """Wraps the function that finds the parameters that `FullyShardedDataParallel` ignores."""
 
     def find(module: nn.Module, *args: Any, **options: Any) -> set[nn.Parameter]:
         ignored: set[nn.Parameter] = found(module, *args, **options)
@@ -225,7 +226,9 @@ def _with_experts(found: Any) -> Any:
 
 
 def _with_views(made: Any) -> Any:
-    """Around what makes a flat parameter of those that `FullyShardedDataParallel` found."""
+    """Wraps the function that makes a flat parameter of those that `FullyShardedDataParallel`
+    found.
+    """
 
     def make(state: Any, module: nn.Module, *args: Any, **options: Any) -> None:
         if not state._use_orig_params:
@@ -256,7 +259,7 @@ def _require_parameters(module: nn.Module, ignored: set[nn.Parameter]) -> None:
 
 
 def _with_mesh(made: Any) -> Any:
-    """Around what `fully_shard` makes of the parameters of modules, and of a mesh."""
+    """Wraps what `fully_shard` makes of the parameters of modules, and of a mesh."""
 
     def init(
         self: Any, parameters: Any, modules: Any, mesh_info: Any, *args: Any, **options: Any
