@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many tokens experts get, and what makes them equal: losses, and a bias of the router.
 
-Names and formulas are those of transformers and Megatron-Core. Nothing here waits for a GPU. It
-knows routing, and nothing of layers, configs or worlds.
+Names and formulas are those of transformers and Megatron-Core. Nothing here waits for a GPU. This
+file must not depend on layers, configs or worlds.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def tokens_per_expert(topk_ids: Tensor, num_experts: int, mask: Tensor | None = 
         topk_ids: int32 or int64 [..., k]. What is no expert, such as -1, counts nowhere.
         num_experts: E.
         mask: [...]: a token counts where it is true, or another number than 0. None: all count.
-            It is no mask that is added to scores, whose 0 means the opposite.
+            A mask that is added to scores has the opposite meaning.
 
     Raises:
         TypeError: ids are no integers.
         ValueError: `num_experts` is below 1, or the mask has another shape; on the CPU also where a
             floating point mask has negative numbers or NaN, as one that is added to scores has.
-            Elsewhere to look would wait for the device. So it is with all masks below.
+            Elsewhere the check would wait for the device. This holds for all masks below.
     """
     if topk_ids.dim() == 0:
         raise ValueError("topk_ids is []; it must be [..., k]")

@@ -2,8 +2,8 @@
 """Norms of gradients over ranks of which each holds its own experts.
 
 A norm over one rank's parameters would count its experts only, and ranks would clip by different
-factors. Here experts count once over the ranks of a world, and what all ranks hold counts once. It
-knows which parameters are experts, and nothing of how a layer computes.
+factors. Here experts count once over the ranks of a world, and what all ranks hold counts once.
+This file must not depend on how a layer computes.
 """
 
 from __future__ import annotations

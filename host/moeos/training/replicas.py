@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of experts under data parallelism: sums over replicas, and the mean that others are.
+"""Gradients of experts under data parallelism: sums over replicas, averaged as all others are.
 
 Wrappers of a model average gradients over ranks, and leave experts out. Experts' gradients are sums
 over the ranks of one world, and no wrapper adds up those of other worlds with these experts. This
@@ -55,7 +55,7 @@ def reduce_expert_grads_(
     average: bool = True,
     experts: Iterable[Tensor] = (),
 ) -> None:
-    """Makes gradients of experts, in place, what data parallelism makes of all others. Collective
+    """Reduces gradients of experts, in place, as data parallelism reduces all others. Collective
     for the ranks of `group`, if there is one.
 
     Call it once a step, after the last backward and before gradients are clipped. Each process of

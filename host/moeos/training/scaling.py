@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scaling of losses in float16, for ranks of which each holds its own experts.
 
-It knows PyTorch's scaler and the ranks of a world, and nothing of how a layer computes.
+This file must not depend on how a layer computes.
 """
 
 from __future__ import annotations
