@@ -2,8 +2,8 @@
 """Which activation a function of another library is: it is tried on numbers.
 
 Libraries have one class for each family of models, and name its activation as they like. What a
-function makes of numbers tells them apart, whatever it is called. This file knows the formulae of
-moeos.config.activations, and nothing of any library.
+function makes of numbers tells them apart, whatever it is called. This file must not depend on any
+library.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 SGLang calls `register` in each of its processes, by the entry point `sglang.srt.plugins`. It adds a
 runner core by SGLang's registry, and hooks by which a layer without quantisation, or in FP8, takes
 that core and keeps the numbers that experts have over all ranks. It was written for the version
-below. It knows SGLang's interfaces and `moeos.Experts`, and nothing of how ranks talk.
+below. This file must not depend on how ranks communicate.
 """
 
 from __future__ import annotations

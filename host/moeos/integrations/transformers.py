@@ -4,8 +4,7 @@
 transformers lets a function take the place of what an experts module computes, and a class the
 place of how ranks that share the experts exchange tokens. `register` names both "moeos". Where a
 plan of tensor parallelism cuts experts, a class in the place of transformers' own has moeos add up
-what slices make. This file knows transformers' interfaces of `VERSION` and `moeos.Experts`, and
-nothing of how ranks talk.
+what slices make. This file must not depend on how ranks communicate.
 """
 
 from __future__ import annotations
