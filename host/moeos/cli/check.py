@@ -2,7 +2,7 @@
 """Checks a layer's outputs against the float64 reference.
 
 Each rank checks its own tokens, with the weights of all experts, which the ranks show each other.
-This file knows nothing of where tokens come from or of what is reported.
+This file must not depend on where tokens come from or on what is reported.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The extras that moeos is installed with: what each is for, and which of its packages are here.
 
-What an extra brings is read from moeos' own metadata. This file knows nothing of how findings are
+What an extra brings is read from moeos' own metadata. This file must not depend on how findings are
 shown.
 """
 

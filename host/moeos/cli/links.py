@@ -4,7 +4,7 @@
 Every ordered pair of GPUs exchanges payload, flags and credits as a layer does, each round with a
 fresh pattern that the receiver checks, and then the sender's stores are timed. One process tries
 all GPUs that it sees by CUDA's peer access; ranks with a GPU each try each other's memory through
-the symmetric heap. Every wait has a deadline. This file knows nothing of how links are shown.
+the symmetric heap. Every wait has a deadline. This file must not depend on how links are shown.
 """
 
 from __future__ import annotations

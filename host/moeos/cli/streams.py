@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Standard output and standard error as a command needs them: whatever reads them, or nothing does.
 
-Knows what terminals and pipes can do, and nothing of what commands print.
+This file must not depend on what commands print.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """How much each stage of a traced call does, and how fast: FLOPs of products, bytes of rows and of
 weights.
 
-It knows a layer's sizes and an H200's limits, and nothing of what waited for what.
+This file must not depend on what waited for what.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads a GPU's memory at full rate, by which it also flushes the L2 cache.
 
-A benchmark measures by it what memory gives, and calls that begin cold are prepared by it. It knows
-nothing of layers.
+A benchmark measures by it what memory gives, and calls that begin cold are prepared by it. This
+file must not depend on layers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a command ends: with an exit code and, where it failed, one line on stderr.
 
-It knows which exceptions mean bad input and which mean failure, and nothing of what commands do.
+This file must not depend on what commands do.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Synthetic routing: the patterns of `--routing`, as experts and weights given by the caller.
 
-It draws ids and weights and knows nothing of tokens' contents or of layers.
+This file must not depend on tokens' contents or on layers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The traces of all ranks of a call as one table of parts, on one clock.
 
-It knows the meaning of an event's fields, and nothing of what caused what.
+This file must not depend on what caused what.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """What a call's GEMMs asked of the experts' weights, and what of it a cache would have read.
 
 Parts of tiles of one expert share its weights as long as a cache holds them; a trace knows in what
-order they were asked for. It knows an expert's bytes, and nothing of what a weight is.
+order they were asked for. This file must not depend on what a weight is.
 """
 
 from __future__ import annotations
