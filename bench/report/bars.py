@@ -3,7 +3,7 @@
 
 A bar is a sum of the limits of the same case, see bench.studies.gpu: G is measured, F, W and
 N follow from measured rates. The one of a layer with formats is the same layer's time without.
-Knows results of single cases, and nothing of tables.
+This file must not depend on tables.
 """
 
 from __future__ import annotations
