@@ -5,8 +5,7 @@
 often as the model does, and in its order. `record` seems to write `order`, as `moeos::forward`
 does. `backward` cannot: calls of other graphs have written it since it was saved. It has an effect,
 so it is never dropped, and reads what the one before it in its graph has returned, so the two never
-change places. What they compute is that of `moeos.call.autograd`. This file must not depend on
-modules.
+change places. They compute what `moeos.call.autograd` does. This file must not depend on modules.
 """
 
 from __future__ import annotations
@@ -76,8 +75,8 @@ _last: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
 
 
 class _Asked(NamedTuple):
-    """The keyword arguments of `moeos::record`. The dispatcher leaves away what is as the schema
-    has it.
+    """The keyword arguments of `moeos::record`. The dispatcher omits arguments that equal the
+    schema's defaults.
     """
 
     slots: int
@@ -91,7 +90,7 @@ class _Asked(NamedTuple):
 
 
 class _Differentiable(torch.autograd.Function):
-    """`moeos::record`, of which autograd takes note."""
+    """`moeos::record`, recorded by autograd."""
 
     @staticmethod
     def forward(
@@ -105,8 +104,8 @@ class _Differentiable(torch.autograd.Function):
         ctx.mark_non_differentiable(*kept)
         ctx.set_materialize_grads(False)
         ctx.pieces, ctx.pairs, ctx.turned = asked.pieces, asked.pairs, asked.turned
-        # Calls of other graphs may add to it before this one's backward does: no version is looked
-        # at. Not among the saved tensors, and marked so for AOTAutograd.
+        # Calls of other graphs may add to it before this one's backward does: so its version is not
+        # checked. It is not a saved tensor, and is marked so for AOTAutograd.
         ctx.main = dict(zip(call_checks.OWN, asked.main, strict=False))
         for main_grad in asked.main:
             _leave_unchecked(main_grad)
@@ -160,8 +159,8 @@ class _Differentiable(torch.autograd.Function):
 
 
 def _leave_unchecked(tensor: Tensor | None) -> None:
-    """Says of a tensor of the graph that is traced, if it is one, that it may have changed before
-    the backward. PyTorch before 2.13 does not read that, and raises then.
+    """Marks a tensor of a traced graph as one that may change before the backward. PyTorch before
+    2.13 does not read the mark, and raises then.
     """
     if tensor is None:
         return

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tensors of a call must be: shapes, dtypes, devices and strides, before anything is sent.
 
-One place for all that takes a call. This file must not depend on ranks, engines or the source of
-weights. What lies in the tensors is not looked at.
+All callers of an engine use these checks. This file must not depend on ranks, engines or the source
+of weights. The values of tensors are not read.
 """
 
 from __future__ import annotations
@@ -83,14 +83,14 @@ _PACKED = (getattr(torch, "float4_e2m1fn_x2", None),)  # torch 2.8 and newer
 """Floating dtypes of which an element is several numbers, and that PyTorch converts to no other."""
 
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
-"""Classes of tensors that have nothing but their memory, and none."""
+"""Classes of tensors without behaviour of their own, and of None."""
 
 
 class Expected(NamedTuple):
     """What a weight must be.
 
     Attributes:
-        part: what it is of a weight format, in words; "" for what is none of one.
+        part: its role in a weight format, in words; "" outside of one.
     """
 
     name: str
@@ -280,7 +280,7 @@ def _require_codes(cfg: MoEConfig, dtype: torch.dtype) -> None:
 
 
 def _refuse_codes(cfg: MoEConfig, dtype: torch.dtype) -> None:
-    """Raises for codes without scales, which autocast would take for numbers."""
+    """Raises for codes without scales, which autocast would treat as numbers."""
     if cfg.activation_format is None or dtype not in CODES:
         return
     if dtype == X_CODES:
@@ -486,7 +486,7 @@ def check_weights(
     absent: str,
     holder: torch.nn.Module | None,
 ) -> None:
-    """Raises unless all of these are as expected. `absent`: what is said where one is missing, if
+    """Raises unless all of these are as expected. `absent`: the error text where one is missing, if
     its `holder` has nothing under its name.
     """
     for name, wanted, tensor in zip(OWN, expected, tensors, strict=True):

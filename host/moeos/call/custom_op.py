@@ -39,9 +39,10 @@ _keys: weakref.WeakKeyDictionary[Engine, Tensor] = weakref.WeakKeyDictionary()
 # Numbers are drawn, so that a graph from another process finds no engine here.
 _numbered: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()
 
-# A call changes what is not among its tensors: the heaps of all ranks. `order` stands for them. By
-# the schema each call writes it, so no compiler may drop a call whose output is not used, make one
-# of two equal calls, or let two calls change places, all of which would leave the peers waiting.
+# A call changes memory that is not among its tensors: the heaps of all ranks. `order` stands for
+# them. By the schema each call writes `order`, so no compiler may drop a call whose output is not
+# used, make one of two equal calls, or let two calls change places, all of which would leave the
+# peers waiting.
 library = torch.library.Library("moeos", "DEF")
 """Holds all operators of moeos."""
 TENSORS = (
@@ -61,7 +62,7 @@ library.define(f"forward({TENSORS}, {HOW}) -> Tensor")
 library.define(f"forward_into({TENSORS}, Tensor? x_scale, Tensor(b!) out, {HOW}) -> ()")
 
 
-# Each look-up of a name costs a call as much as what the function does.
+# Each look-up of a name costs a call as much as the function itself.
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _transform = torch._C._functorch.peek_interpreter_stack
@@ -70,12 +71,12 @@ _is_profiled = torch._C._autograd._profiler_enabled
 
 
 def unwatched() -> bool:
-    """Whether nothing looks at operators: then a call may go to its engine without one, which costs
+    """Whether nothing observes operators: then a call may go to its engine without one, which costs
     the host a third as much.
 
     Compilers, tracers, modes of dispatch (fake tensors, flop counters), transforms of torch.func,
-    levels of forward-mode derivatives and profilers do. So do classes of tensors, which the caller
-    must look for.
+    levels of forward-mode derivatives and profilers do. So do tensor subclasses, which the caller
+    must check for.
     """
     return not (
         is_compiling()
@@ -89,7 +90,7 @@ def unwatched() -> bool:
 
 
 def modes_watch() -> bool:
-    """Whether modes of dispatch look at operators, such as a flop counter, and no compiler."""
+    """Whether dispatch modes, such as a flop counter, observe operators, and no compiler does."""
     return not is_compiling() and _dispatch_modes() > 0
 
 
@@ -199,7 +200,7 @@ def _run(
     pieces: int = 1,
 ) -> Tensor:
     engine = engine_of(key)
-    engine.require_open()  # before PyTorch says in its own words that a child has no CUDA
+    engine.require_open()  # before PyTorch raises its own error for a child without CUDA
     out = torch.empty_like(x)
     _call(engine, x, others, None, out, any_ids, pieces)
     return out

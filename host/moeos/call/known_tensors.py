@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that are as those of an earlier call, which all checks have found right.
+"""Tensors like those of an earlier call that has passed all checks.
 
-What the tensors of a call are like changes seldom, and to look at each property of each of them
-costs the host as much as a launch. PyTorch has one function that looks at all properties of all of
-them: the one by which a compiled graph knows that it may be used. This file asks it, and does not
-know what the checks are. Where this PyTorch does not have it, no tensors are known.
+The properties of a call's tensors seldom change, and checking each of them costs the host as much
+as a launch. PyTorch has one function that checks all properties of all tensors: the guard of
+compiled graphs. This file uses it, and must not depend on the checks. Where PyTorch lacks the
+function, no tensors are known.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class KnownTensors:
         out: Tensor | None,
         own: tuple[Tensor | None, ...],
     ) -> None:
-        """Takes these for right, which are of a call that is made without an operator: rows and out
-        are contiguous.
+        """Learns these tensors of a call that is made without an operator: rows and out are
+        contiguous.
         """
         given = _given(rows, ids, weights, tokens, out)
         tensors: list[Any] = [*given, *self._own(own)]

@@ -120,7 +120,7 @@ def _checked(
     slots: int | None,
     summed: Tensor | None,
 ) -> int:
-    """Raises what is wrong with arguments; the slots of a token."""
+    """The slots of a token. Raises for wrong arguments."""
     if not scores.is_floating_point():
         raise TypeError(f"scores have dtype {scores.dtype}; it must be a floating point type")
     if topk_ids.dtype not in (torch.int32, torch.int64):
@@ -191,7 +191,7 @@ def _rises(
 
 
 def _by_token(order: Tensor, takes: Tensor) -> Tensor:
-    """What lies in each expert's order, by token: bool [S, E]."""
+    """`takes`, which is in each expert's order, by token: bool [S, E]."""
     return torch.zeros_like(takes).scatter(0, order, takes)
 
 
