@@ -20,7 +20,7 @@ _FIELDS = {
     **dict.fromkeys(("w1", "w2", *call_checks.SCALES), "weight_format"),
     **dict.fromkeys(("shared_w1", "shared_w2", *call_checks.SHARED_SCALES), "shared_weight_format"),
 }
-"""The fields of a config that say the formats of what a call knows under these names."""
+"""The config fields with the formats of the tensors that a call knows by these names."""
 
 OWN = tuple(name for name in call_checks.OWN if name not in call_checks.ROUTER)
 """The names, as a call knows them and in the call's order, of a layer's tensors but the gate's."""
@@ -33,10 +33,9 @@ def state_name(cfg: MoEConfig, name: str) -> str:
 
 
 def take_other_formats(cfg: MoEConfig, state: dict[str, Any], prefix: str) -> list[str]:
-    """Takes out of a state dict what has the names of another format than the layer's, or of none.
-    Returns why it must not be loaded, for each format.
-
-    Also where the layer's own are there: some readers add what a model has and a file has not.
+    """Removes from a state dict the tensors named for a format other than the layer's, or for none.
+    Returns why they must not be loaded, for each format. The layer's own names may be there as
+    well: some readers add what a model has and a file lacks.
     """
     said = []
     for field, number in (

@@ -2,7 +2,8 @@
 """The formats that models ship their experts' matrices in, and what each means in numbers.
 
 A matrix is stored as one tensor or several parts, whose names differ in their ends. A row of
-`FORMATS` names the parts; its function makes the matrix of them. Nothing here knows a model.
+`FORMATS` names the parts; its function makes the matrix from them. This file must not depend on
+models.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Unfit(Exception):
 
     Attributes:
         part: the end of its name.
-        reason: what is said after the name.
+        reason: the error text after the name.
         instead: the format with which a layer takes the matrix, None for numbers; () where it takes
             it with none.
     """
@@ -172,8 +173,8 @@ def _codes_of_8_bits(parts: Parts, shape: tuple[int, int]) -> Tensor:
 
 
 def _everywhere(part: str, scale: Tensor, shape: tuple[int, int]) -> Tensor:
-    """What multiplies a matrix, or is taken from it, in float32: [rows, columns], or what expands
-    to that. `scale`: a number a matrix, a row, a group of a row's columns, or a block.
+    """The factor of a matrix, or the offset subtracted from it, in float32: [rows, columns], or
+    what expands to that. `scale`: a number a matrix, a row, a group of a row's columns, or a block.
     """
     rows, columns = shape
     grid = _grid(part, scale, shape)
@@ -249,7 +250,7 @@ def _two_scales(
 
 
 def _scales_of_groups(parts: Parts, of_all: str, power: int, shape: tuple[int, int]) -> Tensor:
-    """What multiplies the scales of groups: [1, 1]. Raises where these do not fit, too."""
+    """The factor of the scales of groups: [1, 1]. Also raises where these do not fit."""
     groups = (shape[0], shape[1] // NV_GROUP)
     _require("weight_scale", parts["weight_scale"], (torch.float8_e4m3fn,), groups)
     if parts[of_all].numel() != 1:
@@ -355,7 +356,7 @@ def _fp8_scale(parts: Parts, shape: tuple[int, int], wanted: WeightFormat) -> Te
 
 
 def _refuse_other_grid(grid: Tensor, shape: tuple[int, int], wanted: WeightFormat) -> None:
-    """Raises for scales of which a format has others."""
+    """Raises for scales that a format has differently."""
     own: WeightFormat | None
     if grid.numel() == 1:
         own, each = "fp8_tensor", "the matrix"
