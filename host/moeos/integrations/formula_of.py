@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which activation a function of another library is: it is tried on numbers.
 
-Libraries have one class for each family of models, and name its activation as they like. What a
-function makes of numbers tells them apart, whatever it is called. This file must not depend on any
+Libraries have one class for each family of models, and name its activation as they like. A
+function's results on numbers identify it, whatever its name. This file must not depend on any
 library.
 """
 
@@ -25,7 +25,7 @@ _NUMBERS = torch.tensor(
     dtype=torch.float64,
     device="cpu",
 )
-_SAME = 1e-5  # functions may compute in float32 in between, and no two formulae are so near
+_SAME = 1e-5  # functions may compute in float32 in between, and no two formulae are this near
 _WIDTH = 8  # a config has multiples of it
 
 
@@ -51,7 +51,7 @@ def fields_of(
     signed = torch.cat([-_NUMBERS.flip(0), _NUMBERS]).to(device)
     rows = torch.cartesian_prod(signed, signed) if gated else signed[:, None]
     rows = rows.repeat_interleave(_WIDTH, dim=1)
-    nearest: tuple[int, str] | None = None  # where it differs so often, and how
+    nearest: tuple[int, str] | None = None  # where it differs least often, and how
     with torch.no_grad():
         made = function(rows)
         for fields in _candidates(gated, [None, *limits], [None, *alphas]):

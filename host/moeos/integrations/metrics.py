@@ -83,8 +83,8 @@ class Metrics:
         self._last = [(one, self._make(self._client.Gauge, one)) for one in _LAST]
 
     def add(self, stats: Mapping[str, Any]) -> None:
-        """Adds a call: what `MoELayer.stats` returned after it. One that did not end well has no
-        numbers that could be added, and is left out.
+        """Adds a call: what `MoELayer.stats` returned after it. A call that failed has no numbers
+        to add, and is left out.
         """
         if stats["seconds"] is None:
             return

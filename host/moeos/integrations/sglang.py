@@ -239,7 +239,7 @@ def weight_format_of(config: MoeRunnerConfig) -> WeightFormat | None:
 
 
 def refuse_unsupported(config: MoeRunnerConfig) -> None:
-    """`ValueError` for what a deployment asks of the experts and moeos does not do."""
+    """Raises `ValueError` for deployment options that moeos does not support."""
     weight_format_of(config)
     parallel = get_parallel()
     on_input = config.apply_router_weight_on_input
@@ -311,7 +311,7 @@ def _is_moeos(backend: Any) -> bool:
 
 
 def _create_moe_runner(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around a method's: with `--moe-runner-backend moeos` it takes our core."""
+    """Wraps a method's choice of core: with `--moe-runner-backend moeos` it takes ours."""
     method, _, config = (*args, *kwargs.values())
     backend = get_moe_runner_backend()
     if not _is_moeos(backend):
@@ -322,19 +322,19 @@ def _create_moe_runner(original: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 
 def _leave_weights(original: Callable[..., Any], method: Any, layer: Any) -> Any:
-    """Around what a method does after loading: for our core, weights stay as they are."""
+    """Wraps what a method does after loading: for our core, weights stay as they are."""
     return None if _is_moeos(get_moe_runner_backend()) else original(method, layer)
 
 
 def _apply_fp8(original: Callable[..., Any], method: Any, layer: Any, dispatch_output: Any) -> Any:
-    """Around the FP8 method's call: our core takes the weights as Triton's has them."""
+    """Wraps the FP8 method's call: our core takes weights in the layout of Triton's."""
     if not _is_moeos(get_moe_runner_backend()):
         return original(method, layer=layer, dispatch_output=dispatch_output)
     return method.runner.run(dispatch_output, method.get_triton_quant_info(layer))
 
 
 def _keeps_global_expert_ids(original: Callable[..., Any], backend: Any) -> Any:
-    """Around the dispatcher's: ids stay numbered over all ranks for our core."""
+    """Wraps the dispatcher: ids stay numbered over all ranks for our core."""
     return _is_moeos(backend) or original(backend)
 
 

@@ -111,8 +111,8 @@ def world_of(
     deadline: float,
     device: torch.device | None = None,
 ) -> World:
-    """The one world of a process group in this process; without a group that of it alone. With a
-    device, as of `moeos.init`, the one that it has there.
+    """The one world of a process group in this process; without a group, a world of this process
+    alone. With a device, as of `moeos.init`, the one that it has there.
 
     Collective over the group where it is made: at the first call, and after it was closed. It lives
     until the process ends.
@@ -153,8 +153,8 @@ def experts_of(
 def reset() -> None:
     """Makes models of this process usable after a call that failed, or that a signal ended.
 
-    Collective over the ranks that share experts: all of them call it, and none is in a call. On
-    CPUs a process that computes alone needs it not.
+    Collective over the ranks that share experts: all of them call it, and none is in a call. A
+    process that computes alone on CPUs does not need it.
 
     Raises `PeerTimeout` as `World.reset` does, where a rank does not come or an error ended a
     world. Then start the processes again.
@@ -165,10 +165,10 @@ def reset() -> None:
 
 
 class OfProcess:
-    """Experts that a child which a fork has made makes again, where their ranks are it alone.
+    """Experts that a forked child makes anew, if it is their only rank.
 
     Attributes:
-        made: those of the process that has asked for them last.
+        made: the experts of the process that asked last.
     """
 
     def __init__(self, make: Callable[[], Experts]) -> None:
@@ -178,12 +178,12 @@ class OfProcess:
 
     @property
     def ready(self) -> bool:
-        """Whether they are this process's."""
+        """Whether the experts belong to this process."""
         return self._home.here
 
     def here(self) -> Experts:
-        """This process's. Raises `RuntimeError` where ranks of a parent share them: their
-        connections are not the child's.
+        """This process's experts. Raises `RuntimeError` where ranks of a parent share them: the
+        child does not have their connections.
         """
         if not self._home.here:
             if self.made.world.size > 1:
