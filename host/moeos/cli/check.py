@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks a layer's outputs against the float64 reference.
 
-Each rank checks its own tokens, with the weights of all experts, which the ranks show each other.
-This file must not depend on where tokens come from or on what is reported.
+Each rank checks its own tokens, with the weights of all experts, which the ranks share. This file
+must not depend on where tokens come from or on what is reported.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Checker:
         self._samples.append(_Sample(batch.x[rows], out.cpu()[rows], ids[rows], weights[rows]))
 
     def compare(self) -> CheckResult:
-        """The errors of all calls that were kept. Collective: weights are shown to all ranks."""
+        """The errors of all calls that were kept. Collective: ranks share their weights."""
         weights = share_weights(self._layer)
         shared = {name: weights.get(name, own) for name, own in self._shared.items()}
         samples = self._samples
@@ -168,7 +168,7 @@ def share_weights(layer: MoELayer) -> dict[str, Tensor]:
 
 
 def _write_own(layer: MoELayer, name: str, every: Tensor) -> None:
-    """Puts what this rank has of a tensor, in numbers, where it belongs in that of all experts."""
+    """Copies this rank's part of a tensor, dequantized, into the tensor of all experts."""
     assert layer.experts is not None  # `Checker` has one of a world
     slicing, world = layer.experts.slicing, layer.world
     own: Sequence[int] = range(len(every))  # shared experts, which all ranks have
@@ -180,7 +180,7 @@ def _write_own(layer: MoELayer, name: str, every: Tensor) -> None:
 
 
 def _numbers(layer: MoELayer, name: str, expert: int) -> Tensor:
-    """What one of this rank's experts has under a name, in numbers."""
+    """The dequantized tensor called `name` of one of this rank's experts."""
     weight: Tensor = getattr(layer, name).detach()
     of_shared = name in call_checks.SHARED
     format_name = layer.cfg.shared_weight_format if of_shared else layer.cfg.weight_format

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""matplotlib, which draws the plots and is not installed everywhere. It knows no plot."""
+"""matplotlib, which draws the plots and is not installed everywhere. This file must not depend on
+any plot.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Standard output and standard error as a command needs them: whatever reads them, or nothing does.
+"""Standard output and standard error as a command needs them, whatever reads them.
 
 This file must not depend on what commands print.
 """
@@ -30,7 +30,7 @@ _PLAIN = {
 class Descriptor(io.RawIOBase):
     """A file descriptor to write to. Once a write has failed, what is written goes nowhere.
 
-    So the command goes on to its end: a rank that left in the middle of a call would be missed.
+    So the command goes on to its end: the other ranks would wait for one that left during a call.
 
     Attributes:
         failure: of the first write that failed, or None.

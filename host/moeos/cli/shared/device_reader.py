@@ -60,7 +60,7 @@ class Reader:
         self._kernel(grid(2), (THREADS, 1, 1), [memory, count, self._sink])
 
     def flush(self) -> None:
-        """Launches a kernel after which the L2 cache holds nothing that anybody needs."""
+        """Launches a kernel after which the L2 cache holds only clean, unneeded lines."""
         self.read(self._other)
 
 

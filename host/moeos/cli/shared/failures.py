@@ -38,7 +38,7 @@ Value = TypeVar("Value")
 
 
 class Refused(Exception):
-    """Bad input that all ranks know of and leave by, so that one of them can say it for all."""
+    """Bad input that makes all ranks leave, so that one of them can report it."""
 
 
 def finish(command: Callable[[], int], json_file: Path | None = None) -> NoReturn:
