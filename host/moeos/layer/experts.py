@@ -471,7 +471,7 @@ class Experts:
 
     @property
     def own_matrices(self) -> list[call_checks.Expected]:
-        """What w1, w2 and w3 of a rank must be."""
+        """The shapes and dtypes that a rank's w1, w2 and w3 must have."""
         w1, _, w2, _, w3 = self._caller.expected[: len(call_checks.WEIGHTS)]
         return [one for one in (w1, w2, w3) if one is not None]
 

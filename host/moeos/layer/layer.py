@@ -653,7 +653,7 @@ class MoELayer(nn.Module):
         self._bound().reset()
 
     def extra_repr(self) -> str:
-        """What `print` shows of the layer."""
+        """The text that `print` shows for the layer."""
         rank, ranks = self._place
         sliced = ""
         if self._slicing.cuts:
@@ -1233,7 +1233,7 @@ class MoELayer(nn.Module):
         )
 
     def _mine_of(self, key: str, name: str, given: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        """What this rank takes of its experts' tensor in a state dict."""
+        """This rank's part of its experts' tensor in a state dict."""
         if not self._slicing.cuts:
             return self._of_this_rank(key, given, own.shape[1:])
         given = sharding.everything(key, given)

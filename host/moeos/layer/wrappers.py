@@ -8,10 +8,10 @@ but which of its tensors differ by rank, and how many ranks share them.
 | wrapper | how it leaves experts alone |
 | --- | --- |
 | `fully_shard`, and the `replicate` that is built on it | it does not find them |
-| `FullyShardedDataParallel` | it is told to ignore them |
-| `DistributedDataParallel`, and the `replicate` that is built on it | likewise, by name |
-| `nn.DataParallel` | refused by the layer, which has one device |
-| `ZeroRedundancyOptimizer` | refused in its step, which sends whatever it was given |
+| `FullyShardedDataParallel` | it gets them as ignored | | `DistributedDataParallel`, and the
+`replicate` that is built on it | likewise, by name | | `nn.DataParallel` | refused by the layer,
+which has one device | | `ZeroRedundancyOptimizer` | refused in its step, which sends whatever it
+was given |
 
 Weights that a module passes to `Experts` are unknown before a call. A wrapper that takes tensors of
 their shape warns, and so does a call with what a wrapper averages.
