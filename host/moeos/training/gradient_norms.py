@@ -190,7 +190,7 @@ def ids_of_experts(
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """What a trainer has for a parameter: its `main_grad` where it has one, else its `grad`."""
+    """The gradient of a parameter: its `main_grad` where it has one, else its `grad`."""
     main_grad: Tensor | None = getattr(parameter, "main_grad", None)
     return parameter.grad if main_grad is None else main_grad
 

@@ -169,6 +169,6 @@ class _Scaling(NamedTuple):
 
 
 class _Parameters(NamedTuple):
-    """What PyTorch's scaler reads of an optimizer."""
+    """The part of an optimizer that PyTorch's scaler reads."""
 
     param_groups: list[dict[str, list[Tensor]]]
