@@ -28,7 +28,7 @@ _ALIGNMENT = 64
 
 @dataclasses.dataclass(frozen=True)
 class CheckResult:
-    """What the check of one rank found.
+    """The result of one rank's check.
 
     Attributes:
         errors: for each call the relative Frobenius error of the checked tokens' outputs.

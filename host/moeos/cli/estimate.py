@@ -100,7 +100,7 @@ class Work:
     bytes_by_peer: tuple[int, ...]
 
     def bytes_over_links(self, node: int) -> int:
-        """What rank 0 writes into the memory of ranks of its node, which has `node` ranks."""
+        """What rank 0 writes into the memory of the `node` ranks of its node."""
         return sum(self.bytes_by_peer[:node])
 
     def bytes_over_network(self, node: int) -> int:

@@ -59,7 +59,7 @@ _ADVICE = (
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """What came of trying one direction between two GPUs.
+    """The result of trying one direction between two GPUs.
 
     Attributes:
         source, destination: GPUs as this process numbers them, or ranks.
@@ -127,7 +127,9 @@ def try_world_links(world: World) -> list[Link]:
 def _try_half(
     gpu: Endpoint, rank: int, pair: tuple[int, int], addresses: Sequence[int], seconds: float
 ) -> Link:
-    """This rank's part in trying a link between ranks: what it sees as its sender or receiver."""
+    """This rank's part in trying a link between ranks: what the rank sees as the link's sender or
+    receiver.
+    """
     source, destination = pair
     rounds = 0
     bandwidth: float | None = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a command line says of how experts are cut over ranks, and of how calls of slices compute.
+"""Options for how experts are cut over ranks, and for how calls of slices compute.
 
 This file must not depend on what commands do with a layer.
 """
@@ -38,7 +38,7 @@ class SliceOptions:
 def may_all_reduce(world: moeos.World, cfg: moeos.MoEConfig, slicing: Slicing) -> bool:
     """Whether some call of a layer leaves its partial sums to torch.distributed.
 
-    Raises `ValueError` where they shall be left, and all ranks are of this process.
+    Raises `ValueError` where they must be left and all ranks are of this process.
     """
     if not slicing.may_leave_partials(slicing.cut(cfg)):
         return False

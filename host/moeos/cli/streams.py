@@ -24,7 +24,7 @@ _PLAIN = {
     "\N{SUPERSCRIPT TWO}": "^2",
     "\N{SUPERSCRIPT THREE}": "^3",
 }
-"""What is printed in place of a sign that a terminal does not have."""
+"""Replacements for characters that a terminal does not have."""
 
 
 class Descriptor(io.RawIOBase):

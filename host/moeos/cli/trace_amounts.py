@@ -194,7 +194,7 @@ def _config_of(about: Mapping[str, Any], ranks: int) -> MoEConfig | None:
     for name in ("dtype", "router_dtype"):
         if fields.get(name) is not None:
             fields[name] = DTYPES[fields[name]]
-    # A digest has numbers that the activation itself brings, which a config need not allow.
+    # The document also has numbers that the activation implies, which a config may not accept.
     formula = FORMULAS[fields["activation"]]
     for name, own in (("swiglu_alpha", formula.alpha), ("swiglu_limit", formula.limit)):
         if fields.get(name) == own:

@@ -49,12 +49,12 @@ class Report:
         self._weights = trace_amounts.weights_of(call, about)
 
     def title(self) -> str:
-        """What ran, in a line."""
+        """A line that says what ran."""
         what = self._about.get("what", "a call")
         return f"{what}: {_time(self._call.length)} from the first event to the last"
 
     def warnings(self) -> Iterator[str]:
-        """What makes the trace less than it should be, a sentence each."""
+        """The defects of the trace, a sentence each."""
         for trace in self._call.ranks:
             if any(trace.dropped):
                 yield _loss(trace)

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 STDOUT = Path("-")
-"""What stands for stdout where a file for JSON is named."""
+"""The name that stands for stdout in place of a file for JSON."""
 JSON_HELP = "Writes {} to this file; - is stdout, which then has nothing else."
 """The help of the option --json."""
 

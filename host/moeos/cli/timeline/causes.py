@@ -81,8 +81,7 @@ def find(call: CallTrace) -> Causes:
 def lead(call: CallTrace, causes: Causes) -> dict[tuple[int, int], int]:
     """By how many ns, at least, one rank's clock is behind another's: (ahead, behind) -> ns.
 
-    A part that was claimed before what it certainly waited for was stored, by the clocks of the
-    two, shows that these differ.
+    Clocks differ where a part was claimed before its certain cause was stored.
     """
     found: dict[tuple[int, int], int] = {}
     parts, since = call.parts, causes.since(call.parts)

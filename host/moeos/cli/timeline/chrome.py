@@ -129,7 +129,7 @@ def _parts(call: CallTrace, lanes: Numbers) -> Iterator[Event]:
 
 
 def arguments(call: CallTrace, part: Any) -> dict[str, int]:
-    """What a part is of, by name; experts and chunks as they are numbered among all of a rank's."""
+    """The fields of a part, by name; experts and chunks are numbered among all of a rank's."""
     rank, kind = int(part["rank"]), int(part["kind"])
     place, rows, carried, number = (
         int(part[name]) for name in ("place", "rows", "carried", "part")
@@ -165,8 +165,8 @@ def _slice(name: str, category: str, begin: int, end: int, more: Event) -> Event
 
 
 def _flows(call: CallTrace, causes: Causes, lanes: Numbers) -> Iterator[Event]:
-    """An arrow from each certain cause to the first part of each task that waited for it; of
-    Dispatch, whose parts do not say which task they are of, to each part.
+    """An arrow from each certain cause to the first part of each task that waited for it; for
+    Dispatch, whose parts do not name their task, to each part.
     """
     parts = call.parts
     drawn: set[tuple[int, ...]] = set()
@@ -211,8 +211,8 @@ def _counters(call: CallTrace, causes: Causes) -> Iterator[Event]:
 
 
 def _bytes_in_flight(call: CallTrace, config: Mapping[str, Any] | None) -> Iterator[Event]:
-    """Bytes of rows that each rank's Dispatch is sending to other ranks; of a layer whose config is
-    known. An event does not say whose rows a tile of Product1 returns.
+    """Bytes of rows that each rank's Dispatch is sending to other ranks; for a layer whose config
+    is known. An event does not say whose rows a tile of Product1 returns.
     """
     if config is None:
         return
@@ -237,8 +237,8 @@ def _counter(
     unit: str = "parts",
     counts: Numbers | None = None,
 ) -> Iterator[Event]:
-    """How much there is at each moment, of what is there from begins to ends [n]; each is one, or
-    as much as `counts` [n] says.
+    """The amount that is present at each moment, where items last from begins to ends [n]; each
+    counts as one, or as `counts` [n].
     """
     each = numpy.ones(len(begins), numpy.int64) if counts is None else counts
     changes = numpy.concatenate([each, -each])

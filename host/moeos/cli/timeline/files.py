@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A call's traces in a file: numpy's .npz with the events as they were noted, and what ran as JSON.
 
-It knows the file's layout, and of what events mean only what tells that a file cannot be right.
+This file knows the layout, and only as much of the meaning of events as shows that a file is wrong.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call's GEMMs asked of the experts' weights, and what of it a cache would have read.
+"""The experts' weights that a call's GEMMs asked for, and the part that a cache would have read.
 
 Parts of tiles of one expert share its weights as long as a cache holds them; a trace knows in what
-order they were asked for. This file must not depend on what a weight is.
+order they were asked for. This file must not depend on the weights' contents.
 """
 
 from __future__ import annotations
