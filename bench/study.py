@@ -74,7 +74,7 @@ def run(body: Callable[[moeos.World], Study], backend: str, deadline: float = PA
     """
 
     def command() -> int:
-        # What contestants are compared with has small functions to compile: no pool for that.
+        # Baselines have small functions to compile: these need no pool.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         with moeos.init(backend, deadline=deadline) as world:
 
@@ -187,7 +187,7 @@ class Study:
 
     def describe_layer(self, field: str, name: str, about: Case) -> Case:
         """A layer in a table of the document, alike in every run. Raises `ValueError` if another
-        run measured another one of this name.
+        run measured a different layer of this name.
         """
         found: Case = self.document.setdefault(field, {}).setdefault(name, about)
         if not about.items() <= found.items():
@@ -224,8 +224,8 @@ class Study:
     def compile(self, kernels: Sequence[tuple[str, Case]], *, required: bool = True) -> Case:
         """Compiles kernels side by side, see `compile_ahead`; nothing on the twin. Collective.
 
-        What the compiler said of those that it refused, by name; where they are required,
-        `RuntimeError`.
+        Returns the compiler's errors for refused kernels, by name; raises `RuntimeError` where they
+        are required.
         """
         refused = compile_ahead.together(self.world, kernels) if self.on_gpu else {}
         if refused and required:
@@ -233,7 +233,7 @@ class Study:
         return refused
 
     def forget(self) -> None:
-        """Gives memory back, which the next layer may need."""
+        """Frees memory, which the next layer may need."""
         gc.collect()
         if self.on_gpu:
             torch.cuda.empty_cache()

@@ -158,7 +158,7 @@ class AllToAllLayer:
                 (2, self._ranks, local), dtype=torch.int64, pin_memory=gate.is_cuda
             )
         self.last: Received | None = None
-        """What was computed in the last call."""
+        """The results of the last call's experts."""
 
     # The compiler takes seconds to be imported, and few tokens do without it.
     @functools.cached_property

@@ -223,7 +223,7 @@ def commit(tree: Path) -> str | None:
 
 
 def machine() -> dict[str, str]:
-    """What the GPU is, and the versions that matter."""
+    """The GPU and the versions that matter."""
     import torch
 
     return {

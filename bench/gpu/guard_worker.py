@@ -119,7 +119,7 @@ class Caller:
         cold = torch.zeros(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
 
         def once() -> Callable[[], Any]:
-            """What is timed: the call, or the backward of a call that is made here."""
+            """The function that is timed: the call, or the backward of a call that is made here."""
             if not self._backward:
                 return lambda: layer(x)
             y = layer(x)

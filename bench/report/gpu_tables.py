@@ -19,7 +19,7 @@ _COLUMNS = (
 
 
 def conditions(results: Mapping[str, Any]) -> str:
-    """What was measured, on what and when, in one paragraph."""
+    """One paragraph on what was measured, on what machine and when."""
     runs = results["runs"]
     first = runs[0]
     versions = first["versions"]
@@ -63,7 +63,7 @@ def cases_of(results: Mapping[str, Any], shape: str) -> list[Mapping[str, Any]]:
 
 
 def scaling(every: Sequence[Mapping[str, Any]]) -> Section | None:
-    """Times with different numbers of GPUs, as many rows and experts on each; None of one."""
+    """Times with different numbers of GPUs, as many rows and experts on each; None for one."""
     by_ranks = {results["ranks"]: results for results in every}
     if len(by_ranks) < 2:
         return None
@@ -86,7 +86,7 @@ def scaling(every: Sequence[Mapping[str, Any]]) -> Section | None:
 
 
 def bars_reached(every: Sequence[Mapping[str, Any]]) -> Section | None:
-    """The table of all bars, met or missed, None of no results."""
+    """The table of all bars, met or missed; None without results."""
     by_ranks = {results["ranks"]: results for results in every}
     if not by_ranks:
         return None
@@ -110,7 +110,7 @@ _BarRow = tuple[str, str, str]  # a bar, a layer and its tokens
 
 
 def _ratios(results: Mapping[str, Any], of_one: Mapping[str, Any] | None) -> dict[_BarRow, float]:
-    """T / bar of all bars for one number of GPUs. `of_one`: what one GPU took, if that is known."""
+    """T / bar of all bars for one number of GPUs. `of_one`: the time of one GPU, if known."""
     full = results["ranks"] >= results["full_ranks"]
     one = of_one if results["ranks"] > 1 else None
     found = {}

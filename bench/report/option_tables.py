@@ -17,7 +17,7 @@ from moeos.cli.shared import output
 from moeos.cli.shared.section import Section
 
 STUDIES = ("gradients", "shared-experts", "topk", "weight-formats", "weight-layouts")
-"""The names of their results begin with one."""
+"""The studies' names, with which the names of their results begin."""
 BY_FP8 = " by FP8"
 """The end of the names of contestants whose tokens are in FP8, too."""
 PEER_PREFIX = "fp8-peer-"
@@ -30,7 +30,7 @@ PEER_NAMES = {
 }
 """Contestants, by what a table calls them."""
 COSTS = "costs-1"
-"""What `python -m tests.gpu.costs` calls its results."""
+"""The name of the results of `python -m tests.gpu.costs`."""
 
 
 def _gpus(results: Mapping[str, Any]) -> str:
@@ -39,7 +39,7 @@ def _gpus(results: Mapping[str, Any]) -> str:
 
 
 def conditions(results: Mapping[str, Any]) -> str:
-    """What was measured of options, on what and when, in one paragraph."""
+    """One paragraph on what was measured of options, on what machine and when."""
     return (
         f"{_gpus(results)}; {run.source(results)}. Medians of the slowest rank, contestants in "
         "turn; up to 512 tokens the L2 cache is flushed before a call."
@@ -66,7 +66,7 @@ def sections(results: Mapping[str, Any]) -> list[Section]:
 
 
 def peer_conditions(results: Mapping[str, Any]) -> str:
-    """What was measured against a peer, on what and when, in one paragraph."""
+    """One paragraph on what was measured against a peer, on what machine and when."""
     return (
         f"{_gpus(results)}; {run.source(results)}. Medians of the slowest rank. Routing is given; "
         "x is quantised inside moeos' time alone."
@@ -99,7 +99,7 @@ def peer_sections(results: Mapping[str, Any]) -> list[Section]:
 
 
 def cost_conditions(results: Mapping[str, Any]) -> str:
-    """What deadlines and a trace were measured on and when, in one paragraph."""
+    """One paragraph on the machine and the date of the costs of deadlines and a trace."""
     return (
         f"{results['device']}; {run.source(results)}. Medians of {results['rounds']} interleaved "
         f"rounds after {results['warm_up_rounds']} to warm up; in brackets the quartiles."

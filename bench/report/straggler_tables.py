@@ -12,17 +12,18 @@ from moeos.cli.shared import output
 from moeos.cli.shared.section import Section
 
 PREFIX = "straggler-"
-"""What the name of a study's results begins with."""
+"""The prefix of the name of a study's results."""
 
 DONE_BAR, STEP_BAR = 0.9, 1.15
-"""The bars: what of their work others have done before a late rank comes, at least; when the step
-ends, in undelayed steps after the delay, at most."""
+"""The bars: the least share of their work that others have done before a late rank comes; the
+latest end of the step, in undelayed steps after the delay.
+"""
 
 _PERCENTILES = (50, 95, 99)
 
 
 def conditions(results: Mapping[str, Any]) -> str:
-    """What was done, on what and when, in one paragraph."""
+    """One paragraph on what was done, on what machine and when."""
     nodes = results["nodes"]
     where = ""
     if nodes["nodes"] > 1:

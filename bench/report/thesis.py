@@ -62,7 +62,7 @@ GPU_OPERATIONS: Mapping[str, int] = {
     "Megatron-LM + DeepEP": 432,
     "DeepSpeedMoE": 550,
 }
-"""Table 1.1: launched in one forward pass."""
+"""Table 1.1: kernels launched in one forward pass."""
 
 SM_UTILIZATION = 93.17
 """Percent of the cycles in which an SM has a warp in flight: section 3.2, and Figure 6.3a with 8K

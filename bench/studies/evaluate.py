@@ -33,7 +33,7 @@ _PATIENCE = 60.0  # seconds in which a call must end
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the command line says."""
+    """The options of the command line."""
 
     out: Out
     tokens: Annotated[

@@ -45,7 +45,7 @@ _EVENTS = 8192
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the command line says."""
+    """The options of the command line."""
 
     config: Annotated[Path, typer.Argument(help="TOML file of the layer, without biases.")]
     out: Out
@@ -85,7 +85,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """What one rank found in a step of moeos."""
+    """One rank's numbers of a step of moeos."""
 
     seconds: float
     busy_share: float
@@ -100,7 +100,7 @@ class _Step:
 
 
 def prepare(world: moeos.World, options: Options) -> Plan:
-    """What will be done. Raises `ValueError`, `TypeError` or `OSError` for what cannot be."""
+    """The plan of the study. Raises `ValueError`, `TypeError` or `OSError` for what cannot be."""
     cfg = moeos.MoEConfig.from_toml(options.config)
     require_even(cfg, world.size)
     settings = read_settings(options.config)
@@ -311,7 +311,7 @@ class Stragglers(Study):
 
 
 def benchmark_of(world: moeos.World, nodes: Nodes) -> str:
-    """What the results are called."""
+    """The name of the results."""
     suffix = f"-nodes-{nodes.nodes}" if nodes.nodes > 1 else ""
     return f"{straggler_tables.PREFIX}{world.backend}-{world.size}{suffix}"
 

@@ -22,7 +22,7 @@ GROUPED = "grouped_mm"
 """The name of PyTorch's."""
 
 SAVES: tuple[Save, ...] = ("nothing", "preactivation")
-"""What moeos may save of a call; its contestants' names."""
+"""The tensors that moeos may save of a call; the names of its contestants."""
 
 Forward = Callable[[], Tensor]
 Gradients = tuple[Tensor, ...]
@@ -30,7 +30,7 @@ Gradients = tuple[Tensor, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """What all contestants are given.
+    """The inputs of all contestants.
 
     Attributes:
         x: [S, H], with a gradient as all but ids and d_out.
@@ -50,7 +50,7 @@ class Inputs:
 
     @property
     def wanted(self) -> tuple[Tensor, ...]:
-        """What gradients are made of."""
+        """The inputs of a gradient."""
         return self.x, self.weights, self.w1, self.w2
 
 

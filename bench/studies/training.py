@@ -43,7 +43,7 @@ KINDS: tuple[Mapping[str, Any], ...] = (
     {"gradients": True},
     {"gradients": True, "saves": True},
 )
-"""What tells the kernels of a layer that trains from each other, by what it saves."""
+"""The fields that differ between kernels of a training layer, by what it saves."""
 
 _LEFT_OUT = (ValueError, RuntimeError, MemoryError)  # PyTorch's of too little memory is the second
 _NARROW = 128  # of a layer that routes, and does little else
