@@ -62,10 +62,10 @@ class Experts:
     has its own router and its own parameters. One on each rank of a world.
 
     Collective: all ranks make it with the same config, and call it equally often; each rank may
-        pass any number of tokens in a call. It neither holds nor copies weights: all layers of a
-        model may share one, each with tensors of its own. A copy of it is the object itself. What
-    its calls write belongs to `workspace`, the world's own by default. Experts lie where
-    `placement` says, in order by default: see `moeos.Placement`.
+    pass any number of tokens in a call. It neither holds nor copies weights: all layers of a model
+    may share one, each with tensors of its own. A copy of it is the object itself. What its calls
+    write belongs to `workspace`, the world's own by default. Experts lie where `placement` says, in
+    order by default: see `moeos.Placement`.
 
     With `parallel="tensor"` ranks have slices of the same experts, and pass the same tokens and
     routing; `parallel`, `output`, `tensor_ranks`, `layout` and `reduce` are as of `MoELayer`.

@@ -138,8 +138,9 @@ class MoELayer(nn.Module):
             y.float().square().mean().backward()
 
     Collective: all ranks make it with the same config, and call it equally often; each rank may
-        pass any number of tokens in a call. Its parameters require gradients, as those of any
-        module do, so a call keeps what its backward
+    pass any number of tokens in a call.
+
+    Its parameters require gradients, as those of any module do, so a call keeps what its backward
     needs, unless it is made under `torch.no_grad()` or `torch.inference_mode()`. Parameters of a
     layer that has no backward require none: one with `cfg.weight_format`, or whose placement holds
     an expert on several ranks. A backward is a call of its own, as collective as the forward one:
