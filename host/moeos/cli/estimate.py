@@ -113,7 +113,7 @@ class Work:
         """Seconds that each limit of a GPU alone would need; no call can be faster than any.
 
         compute: FLOPs at the dense BF16 rate, the experts' at theirs. link: bytes to peers of a
-            node of this many ranks. network: those to others, where a rank sends `network` bytes/s.
+        node of this many ranks. network: those to others, where a rank sends `network` bytes/s.
         memory: reading the weights.
         """
         seconds = {

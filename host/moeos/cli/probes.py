@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What this machine has: one function for each thing that moeos may need, which reports what it
-finds. A probe changes nothing, ends within seconds and never raises for what is missing. This file
-must not depend on how findings are shown.
+finds.
+
+A probe changes nothing, ends within seconds and never raises for what is missing. This file must
+not depend on how findings are shown.
 """
 
 from __future__ import annotations

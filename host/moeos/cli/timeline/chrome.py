@@ -4,7 +4,7 @@
 The format: "Trace Event Format", the JSON object form. A process is a rank; its threads are its
 processors and the actors of its OS block. A processor may claim a part before it has ended the one
 before: parts that overlap go to further threads next to its first one, as slices of a thread must
-    nest. This file must not depend on files.
+nest. This file must not depend on files.
 """
 
 from __future__ import annotations
