@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tensors of a call must be: shapes, dtypes, devices and strides, before anything is sent.
 
-All callers of an engine use these checks. This file must not depend on ranks, engines or the source
-of weights. The values of tensors are not read.
+All callers of an engine use these checks. This file must not depend on ranks, how engines compute,
+or the source of weights. The values of tensors are not read.
 """
 
 from __future__ import annotations

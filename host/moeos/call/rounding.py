@@ -3,7 +3,7 @@
 
 A product computes whole tiles, so rows that fill no tile cost as much as one. Here each expert
 drops the tokens beyond its last whole tile, or takes more to fill one. This file must not depend on
-layers, configs or ranks.
+layers or ranks.
 """
 
 from __future__ import annotations
