@@ -2,7 +2,7 @@
 """The experts of a layer without their weights: a call takes the caller's tensors.
 
 `Experts` check the caller's tensors before anything is sent, and pass one call to the engine of
-their world. This file must not depend on parameters, routers, heaps, tasks or communication.
+their world. This file must not depend on parameters, heaps, tasks or how ranks communicate.
 """
 
 from __future__ import annotations

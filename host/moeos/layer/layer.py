@@ -2,7 +2,8 @@
 """The Mixture-of-Experts layer as a PyTorch module.
 
 A layer is a gate and `Experts`: it holds the parameters of both on this rank and passes them to its
-experts in each call. This file must not depend on engines, heaps, tasks or communication.
+experts in each call. This file must not depend on heaps, tasks, or how engines compute and ranks
+communicate.
 """
 
 from __future__ import annotations
