@@ -161,7 +161,7 @@ def in_turn(
     mine: dict[Name, list[float]] = {name: [] for name in contestants}
     names = list(contestants)
     for turn in range(warm_up + rounds):
-        first = turn % max(1, len(names))  # nobody always follows the same one
+        first = turn % max(1, len(names))  # no contestant always follows the same one
         begun = []
         for name in names[first:] + names[:first]:
             if flushed:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The frame of every study: its command, its ranks, its document and its cases.
 
-A study is a module that says which cases there are, who takes part in them and what it judges by.
-The rest is here: each process is a rank, which a launcher started; rank 0 writes each case as soon
-as it is measured, one a line; what a document has is not measured again. The document's fields:
+A study is a module that lists its cases, its contestants and what it judges by. The rest is here:
+each process is a rank, which a launcher started; rank 0 writes each case as soon as it is measured,
+one a line; what a document has is not measured again. The document's fields:
     benchmark, commit, backend, device, ranks, and what else the study says: alike in every run.
     runs: of each start of the ranks its command, machine and versions.
     lists of cases, each with the number of its run.
@@ -74,7 +74,7 @@ def run(body: Callable[[moeos.World], Study], backend: str, deadline: float = PA
     """
 
     def command() -> int:
-        # What contestants are compared with has small functions to compile: no pool for that.
+        # Baselines have small functions to compile: these need no pool.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         with moeos.init(backend, deadline=deadline) as world:
 
@@ -101,7 +101,7 @@ class Rounds:
     warm_up: int = 5
 
     def fields(self) -> Case:
-        """As documents name them."""
+        """The fields as documents name them."""
         return {"rounds": self.count, "warm_up_rounds": self.warm_up}
 
 
@@ -161,9 +161,8 @@ class Study:
         self.clock: Clock = clock_of(world, self.group)
 
     def cases(self, into: list[Case], asked: Sequence[Mapping[str, Any]]) -> Iterator[Case]:
-        """Those of the cases asked for that a list of the document lacks, one after the other.
-
-        Each is to be added. Between them memory is given back. Collective.
+        """Yields, one by one, the requested cases that `into` lacks; the caller adds each. Gives
+        memory back between cases. Collective.
         """
         here = [
             dict(case) for case in asked if not any(case.items() <= found.items() for found in into)
@@ -188,7 +187,7 @@ class Study:
 
     def describe_layer(self, field: str, name: str, about: Case) -> Case:
         """A layer in a table of the document, alike in every run. Raises `ValueError` if another
-        run measured another one of this name.
+        run measured a different layer of this name.
         """
         found: Case = self.document.setdefault(field, {}).setdefault(name, about)
         if not about.items() <= found.items():
@@ -225,8 +224,8 @@ class Study:
     def compile(self, kernels: Sequence[tuple[str, Case]], *, required: bool = True) -> Case:
         """Compiles kernels side by side, see `compile_ahead`; nothing on the twin. Collective.
 
-        What the compiler said of those that it refused, by name; where they are required,
-        `RuntimeError`.
+        Returns the compiler's errors for refused kernels, by name; raises `RuntimeError` where they
+        are required.
         """
         refused = compile_ahead.together(self.world, kernels) if self.on_gpu else {}
         if refused and required:
@@ -234,7 +233,7 @@ class Study:
         return refused
 
     def forget(self) -> None:
-        """Gives memory back, which the next layer may need."""
+        """Frees memory, which the next layer may need."""
         gc.collect()
         if self.on_gpu:
             torch.cuda.empty_cache()
@@ -326,7 +325,7 @@ def names(given: str) -> tuple[str, ...]:
 
 
 def check_counts(**counts: tuple[int, int]) -> None:
-    """Raises `ValueError` for an option that is not at least as large as the number beside it."""
+    """Raises `ValueError` for an option that is smaller than the number paired with it."""
     for name, (given, least) in counts.items():
         if not least <= given <= 100_000:
             raise ValueError(f"--{name.replace('_', '-')} is {given}; allowed: {least} to 100000")

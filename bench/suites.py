@@ -9,8 +9,8 @@ A suite of shapes (`launch/bench gpu`):
     zipf_exponent, zipf_tokens: token counts that are also measured with Zipf's law over the
         experts instead of the gate; a shape may have its own.
     lone_token: also one token on rank 0 and none on the others; a shape may have its own.
-    few_tokens: cases of up to so many have a layer of their own, made for so many, as a program
-        that decodes has. Without it a shape has one layer.
+    few_tokens: cases of up to this many tokens have a layer of their own, made for no more, as a
+        program that decodes has. Without it a shape has one layer.
     [[shapes]]: name, and either config (a layer's TOML file, relative to the suite) or layer (a
         table with the fields of `MoEConfig`); its max_tokens is the shape's largest token count.
 A suite of training (`launch/evaluate training`):
@@ -43,7 +43,7 @@ from moeos.config.config import MoEConfig
 from moeos.system.files import read_toml
 
 LEAST_ROUNDS = 3
-"""For quartiles."""
+"""Quartiles need this many rounds."""
 GATE = "gate"
 """The routing of a case in which the layer routes by its own gate."""
 
@@ -101,7 +101,7 @@ class Shape:
     calls: tuple[Call, ...]
 
     def config_on(self, ranks: int, full_ranks: int) -> MoEConfig:
-        """The layer on so many ranks, with as many experts on each as in the full deployment.
+        """The layer on `ranks` ranks, with as many experts on each as in the full deployment.
 
         So with fewer ranks than `full_ranks` it has fewer experts, and as many rows for each.
 
@@ -126,7 +126,7 @@ class Shapes:
     shapes: tuple[Shape, ...]
 
     def layers_of(self, shape: Shape, ranks: int) -> dict[MoEConfig, tuple[Call, ...]]:
-        """The layers that a shape is measured with on so many ranks, and the calls of each.
+        """The layers that a shape is measured with on `ranks` ranks, and the calls of each.
 
         Raises `ValueError` as `Shape.config_on` does.
         """
@@ -229,7 +229,7 @@ class Slices:
     reduced: int
 
     def config(self, intermediate: int, dtype: torch.dtype) -> MoEConfig:
-        """A layer of so many values between its products."""
+        """A layer with this intermediate size."""
         return MoEConfig(
             hidden=self.hidden,
             intermediate=intermediate,
@@ -386,7 +386,7 @@ def _require_known(option: str, wanted: Collection[Any], known: Collection[Any])
 
 
 def _counts(name: str, values: Collection[object], least: int = 1) -> tuple[int, ...]:
-    """Numbers of tokens, each at least so many; with a least above 0 there must be one."""
+    """Numbers of tokens, each at least `least`; with a least above 0 there must be one."""
     found = [v for v in values if type(v) is int and v >= least]
     if len(found) < len(values) or sorted(set(found)) != found or (least > 0 and not found):
         raise ValueError(f"{name} is {values}; it must be token counts in ascending order")

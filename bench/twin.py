@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`launch/bench twin`: how fast the twin is, beside PyTorch, and what scheduling a task costs.
+"""`launch/bench twin`: how fast the twin is, compared with PyTorch, and what scheduling a task
+costs.
 
 Two questions, answered in one run with interleaved rounds and medians:
     1. How much longer do the ranks of the twin take than the same arithmetic in one PyTorch process
        on the same cores? Ranks are processes under mpirun, and then virtual ranks.
-    2. How much time does a task cost beside what it computes? One rank with one processor, and so
+    2. How much time does a task cost in addition to what it computes? One rank with one processor,
+    and so
        little arithmetic that tasks are short, makes a call of few tasks and one of many. What
        passes outside of tasks is (call − inside tasks); its growth from the one call to the other,
        divided by the growth in tasks, is the cost of a task, and the rest is that of a call. Both
@@ -106,7 +108,7 @@ def main(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One call of a layer, or as many as one likes: each has the same tokens and weights.
+    """A call of a layer that can be repeated: each has the same tokens and weights.
 
     Attributes:
         cfg: the layer; S is its max_tokens.
@@ -257,7 +259,7 @@ class Ranks:
         self.outputs: dict[int, Tensor] = {}
 
     def join(self, world: moeos.World) -> Callable[[int], tuple[float, int, float]]:
-        """What makes a call of one rank, with so many tokens. Collective."""
+        """What makes a call of one rank with `tokens` tokens. Collective."""
         workload, rank = self._workload, world.rank
         layer = moeos.MoELayer(workload.cfg, world).requires_grad_(False)
         w1, w2 = workload.experts(workload.cfg.experts_of(rank, world.size))
@@ -288,8 +290,8 @@ class VirtualRanks(Ranks):
         self._thread.start()
 
     def call(self, tokens: int, rehearsals: int = 0) -> list[tuple[float, int, float]]:
-        """A call of all ranks, right after so many that do not count; after none it follows a
-        rest.
+        """A call of all ranks, right after `rehearsals` calls that do not count; without any it
+        follows a rest.
         """
         self._tokens, self._rehearsals = tokens, rehearsals
         self._gate.wait(_PATIENCE)
@@ -373,7 +375,7 @@ class Twin(Study):
             if self.world.rank == 0:
                 output.tell(f"round {turn + 1} of {WARM_UP_ROUNDS + self.rounds.count}")
             looked, used = time.monotonic(), self._used_by_others()
-            first = turn % len(names)  # nobody always follows the same one
+            first = turn % len(names)  # no contestant always follows the same one
             for name in names[first:] + names[:first]:
                 outcome = do(name)
                 if turn >= WARM_UP_ROUNDS:

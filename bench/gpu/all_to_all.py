@@ -42,7 +42,7 @@ NEAR_TIE = 4e-6
 """Tokens whose experts are no more certain than this may be routed otherwise in fp32."""
 
 AllToAll = Callable[..., Any]
-"""With the arguments of `torch.distributed.all_to_all_single`."""
+"""A function with the arguments of `torch.distributed.all_to_all_single`."""
 
 
 def fp32_logits(x: Tensor, gate: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ class AllToAllLayer:
                 (2, self._ranks, local), dtype=torch.int64, pin_memory=gate.is_cuda
             )
         self.last: Received | None = None
-        """What was computed in the last call."""
+        """The results of the last call's experts."""
 
     # The compiler takes seconds to be imported, and few tokens do without it.
     @functools.cached_property

@@ -26,7 +26,7 @@ PATIENCE = 480.0
 def together(
     world: moeos.World, kernels: Sequence[tuple[str, Mapping[str, Any]]]
 ) -> dict[str, str]:
-    """What the compiler said of the kernels that it refused, by name. Collective.
+    """The compiler's errors for refused kernels, by name. Collective.
 
     Each rank compiles its share. A kernel is a name, which several may have, and fields of
     `KernelShape`; the processors are this GPU's, the world's size is 1 unless it is there, and

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 LIMIT = 0.01
-"""By which a case may be slower."""
+"""The fraction by which a case may be slower."""
 ROUNDS = 16
 _WORKER = Path(__file__).with_name("guard_worker.py")
 _HERE = "this"
@@ -195,7 +195,7 @@ def measure(name: str, workers: Mapping[str, Worker], rounds: int) -> dict[str, 
 
 
 def calls_of_turn(worker: Worker) -> int:
-    """So many that a turn takes some 20 ms."""
+    """The number of calls that take some 20 ms."""
     one = min(worker.ask(time=4)["times"])
     return max(2, min(64, int(0.02 / one)))
 
@@ -223,7 +223,7 @@ def commit(tree: Path) -> str | None:
 
 
 def machine() -> dict[str, str]:
-    """What the GPU is, and the versions that matter."""
+    """The GPU and the versions that matter."""
     import torch
 
     return {

@@ -47,8 +47,9 @@ CASES: dict[str, dict[str, Any]] = {
     "two-ranks-128": {"layer": QWEN3, "tokens": 128, "ranks": 2},
     "four-ranks-2048": {"layer": QWEN3, "tokens": 2048, "ranks": 4},
 }
-"""By name: the layer, tokens of a rank, virtual ranks (1 unless said), and whether it is the
-backward of a call that is timed."""
+"""Cases by name: the layer, tokens of a rank, virtual ranks (1 unless said), and whether it is the
+backward of a call that is timed.
+"""
 
 
 class Caller:
@@ -71,7 +72,7 @@ class Caller:
         self._meet()
 
     def time(self, calls: int) -> list[float]:
-        """Seconds that so many calls took on the GPU, each."""
+        """Seconds that each of `calls` calls took on the GPU."""
         self._times = []
         for rank in range(self._ranks):
             self._asked[rank] = calls
@@ -118,7 +119,7 @@ class Caller:
         cold = torch.zeros(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
 
         def once() -> Callable[[], Any]:
-            """What is timed: the call, or the backward of a call that is made here."""
+            """The function that is timed: the call, or the backward of a call that is made here."""
             if not self._backward:
                 return lambda: layer(x)
             y = layer(x)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The times and ratios that the project has set itself for the layer on GPUs.
 
-A bar is a sum of the limits of the same case, see bench.studies.gpu: G is measured, F, W and
-N follow from measured rates. The one of a layer with formats is the same layer's time without.
-Knows results of single cases, and nothing of tables.
+A bar is a sum of limits of one case, see bench.studies.gpu: G is measured, F, W and N follow from
+measured rates. The bar of a layer with formats is its time without them. This file must not depend
+on tables.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from bench.suites import GATE
 
 FEW_TOKENS = 128
-"""Up to here reading the weights decides."""
+"""Up to this many tokens reading the weights decides."""
 
 WEAK_SCALING = 1.06
 """T of several GPUs is at most this many times T(1 GPU), with as many rows and experts on each."""
@@ -28,8 +28,10 @@ PUBLISHED = "a published FP8 kernel"
 PUBLISHED_SECONDS = {
     "qwen3-30b-a3b": {8: 125e-6, 128: 159e-6, 512: 235e-6, 2048: 506e-6, 8192: 1697e-6},
 }
-"""By shape and tokens: of DeepGEMM's MegaMoE for SM90 on the full deployment, with FP8 weights and
-routing outside of the kernel, as its pull request 352 has them. Nobody has measured them here."""
+"""Times, by shape and tokens, of DeepGEMM's MegaMoE for SM90 on the full deployment, with FP8
+weights and routing outside of the kernel, as its pull request 352 has them. They have not been
+measured here.
+"""
 
 _CALL = 20e-6  # seconds of a call whatever its size
 _ZIPF = 1.1  # what uneven routing may add
@@ -37,7 +39,7 @@ _ZIPF = 1.1  # what uneven routing may add
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """At most `seconds`, which is what `words` say."""
+    """At most `seconds`, as `words` say."""
 
     words: str
     seconds: float
@@ -67,7 +69,7 @@ def limits_of(found: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def floor_of(found: Mapping[str, Any]) -> float:
-    """What no layer can be faster than on this machine: the largest of F, W and N, in seconds."""
+    """The least seconds of any layer on this machine: the largest of F, W and N."""
     return max(found["limits"][name] or 0.0 for name in ("F", "W", "N"))
 
 
@@ -102,13 +104,13 @@ def bars_of(found: Mapping[str, Any], alone: Mapping[str, Any] | None, full: boo
 
 
 def has_formats(found: Mapping[str, Any]) -> bool:
-    """Whether a case is of a layer with formats, and stands beside the same layer without."""
+    """Whether a case is of a layer with formats and is compared with that layer without formats."""
     return "in_numbers" in found["times"]
 
 
 def speed_bar(found: Mapping[str, Any]) -> float | None:
     """How many times faster than the baseline moeos should be at least, on the full deployment;
-    None of a layer with formats, which the baseline has not.
+    None for a layer with formats, which the baseline lacks.
     """
     if has_formats(found):
         return None

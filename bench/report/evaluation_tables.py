@@ -16,12 +16,12 @@ from moeos.cli.shared.section import Section
 from moeos.engines.twin.engine import sizes_of
 
 PREFIX = "evaluation-"
-"""What the name of an evaluation's results begins with."""
+"""The prefix of the name of an evaluation's results."""
 
 SCALING = "evaluation-scaling"
-"""The name between whose markers the comparison of numbers of ranks goes,"""
+"""The name of the markers around the comparison of numbers of ranks."""
 MEMORY = "evaluation-memory"
-"""and that of the memory of a rank, which is computed."""
+"""The name of the markers around the memory of a rank, which is computed."""
 
 NOT_MEASURED = "not measured"
 
@@ -29,7 +29,7 @@ _MIB = 1 << 20
 
 
 def conditions(results: Mapping[str, Any]) -> str:
-    """What was measured, on what and when, in one paragraph."""
+    """One paragraph on what was measured, on what machine and when."""
     first = run.first_run(results)
     starts = len(results["runs"])
     again = f", in {starts} starts of the ranks" if starts > 1 else ""
@@ -50,7 +50,9 @@ def sections(results: Mapping[str, Any]) -> list[Section]:
 
 
 def of_thesis_sizes(results: Mapping[str, Any]) -> bool:
-    """Whether a layer has the sizes of the thesis' layers, so that its times belong beside ours."""
+    """Whether a layer has the sizes of the thesis' layers, so that the thesis' times belong next to
+    ours.
+    """
     own = (results["hidden"], results["intermediate"], results["top_k"])
     return own == (thesis.HIDDEN, thesis.INTERMEDIATE, thesis.TOP_K)
 
@@ -72,7 +74,7 @@ def median(case: Mapping[str, Any], contestant: str) -> float:
 
 def scaling(every: Iterable[Mapping[str, Any]], like: Mapping[str, Any]) -> Section:
     """Times with different numbers of ranks, of the results whose backend and sizes are those of
-    `like`; as many tokens on each rank, and as many experts in all (Table 6.5).
+    `like`; with equal tokens on each rank and equal experts in all (Table 6.5).
     """
     keys = ("backend", "hidden", "intermediate", "top_k", "scaling_experts", "scaling_tokens")
     by_ranks = {
@@ -140,7 +142,7 @@ def formula_bytes(tokens: int, experts: int) -> int:
 
 
 def own_bytes(tokens: int, experts: int, capacity_factor: float) -> dict[str, int]:
-    """What a layer of ours with the thesis' sizes has: "capacity" in rows, and in bytes "heap",
+    """The sizes of our layer with the thesis' sizes: "capacity" in rows, and in bytes "heap",
     "memory" (queues, counters and maps) and "intermediate" (between the GEMMs).
     """
     cfg = moeos.MoEConfig(
@@ -221,7 +223,7 @@ def _scaling_over(
     heading: str,
     table: str,
 ) -> Section:
-    """Times of the cases, by what `title` names, beside the thesis' where its sizes are the same;
+    """Times of the cases, by what `title` names, next to the thesis' where its sizes are the same;
     `table` is its number there.
     """
     same = theirs is not None

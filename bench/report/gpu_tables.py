@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the report says of a suite of shapes (bench.studies.gpu): its tables, what compares numbers
-of GPUs, and what they have reached of the bars. What a bar is, bench.report.bars knows.
+"""What the report says of a suite of shapes (bench.studies.gpu): its tables, comparisons of numbers
+of GPUs, and which bars they reach. Bars are defined in bench.report.bars.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _COLUMNS = (
 
 
 def conditions(results: Mapping[str, Any]) -> str:
-    """What was measured, on what and when, in one paragraph."""
+    """One paragraph on what was measured, on what machine and when."""
     runs = results["runs"]
     first = runs[0]
     versions = first["versions"]
@@ -63,7 +63,7 @@ def cases_of(results: Mapping[str, Any], shape: str) -> list[Mapping[str, Any]]:
 
 
 def scaling(every: Sequence[Mapping[str, Any]]) -> Section | None:
-    """Times with different numbers of GPUs, as many rows and experts on each; None of one."""
+    """Times with different numbers of GPUs, as many rows and experts on each; None for one."""
     by_ranks = {results["ranks"]: results for results in every}
     if len(by_ranks) < 2:
         return None
@@ -86,13 +86,13 @@ def scaling(every: Sequence[Mapping[str, Any]]) -> Section | None:
 
 
 def bars_reached(every: Sequence[Mapping[str, Any]]) -> Section | None:
-    """The table of all bars, met or missed, None of no results."""
+    """The table of all bars, met or missed; None without results."""
     by_ranks = {results["ranks"]: results for results in every}
     if not by_ranks:
         return None
     counts = sorted(by_ranks)
     ratios = {count: _ratios(by_ranks[count], by_ranks.get(1)) for count in counts}
-    # By bars, and within one of them in the order of the results.
+    # Rows are ordered by bar, and within a bar as in the results.
     rows = dict.fromkeys(row for count in counts for row in ratios[count])
     words = list(dict.fromkeys(bar for bar, _, _ in rows))
     return Section(
@@ -110,7 +110,7 @@ _BarRow = tuple[str, str, str]  # a bar, a layer and its tokens
 
 
 def _ratios(results: Mapping[str, Any], of_one: Mapping[str, Any] | None) -> dict[_BarRow, float]:
-    """T / bar of all bars for one number of GPUs. `of_one`: what one GPU took, if that is known."""
+    """T / bar of all bars for one number of GPUs. `of_one`: the time of one GPU, if known."""
     full = results["ranks"] >= results["full_ranks"]
     one = of_one if results["ranks"] > 1 else None
     found = {}
@@ -186,7 +186,7 @@ def _row(found: Mapping[str, Any], full: bool) -> list[str]:
 
 
 def label(found: Mapping[str, Any]) -> str:
-    """What a case is called beside others of its shape."""
+    """The name of a case among others of its shape."""
     tokens = f"{found['tokens']} on one rank" if found["lone"] else str(found["tokens"])
     kind, _, value = found["routing"].partition(":")
     return f"{tokens}, Zipf {value}" if kind == "zipf" else tokens

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the report says of the studies of a layer's options (bench.studies.options), of moeos beside
-a peer's kernel (bench.studies.peer), and of what deadlines and a trace cost (tests/gpu/costs.py).
+"""What the report says of the studies of a layer's options (bench.studies.options), of moeos
+against a peer's kernel (bench.studies.peer), and of what deadlines and a trace cost
+(tests/gpu/costs.py).
 
 The peer's results have a row for each call: `who`, `shape`, `tokens`, `zipf` (0: uniform routing),
 `us` and `err`, the relative error against float32 arithmetic on unquantised weights.
@@ -16,9 +17,9 @@ from moeos.cli.shared import output
 from moeos.cli.shared.section import Section
 
 STUDIES = ("gradients", "shared-experts", "topk", "weight-formats", "weight-layouts")
-"""The names of their results begin with one."""
+"""The studies' names, with which the names of their results begin."""
 BY_FP8 = " by FP8"
-"""So end the names of contestants whose tokens are in FP8, too."""
+"""The end of the names of contestants whose tokens are in FP8, too."""
 PEER_PREFIX = "fp8-peer-"
 PEER, OURS = "deepgemm-fp8", "moeos fp8fp8"
 PEER_NAMES = {
@@ -29,7 +30,7 @@ PEER_NAMES = {
 }
 """Contestants, by what a table calls them."""
 COSTS = "costs-1"
-"""What `python -m tests.gpu.costs` calls its results."""
+"""The name of the results of `python -m tests.gpu.costs`."""
 
 
 def _gpus(results: Mapping[str, Any]) -> str:
@@ -38,7 +39,7 @@ def _gpus(results: Mapping[str, Any]) -> str:
 
 
 def conditions(results: Mapping[str, Any]) -> str:
-    """What was measured of options, on what and when, in one paragraph."""
+    """One paragraph on what was measured of options, on what machine and when."""
     return (
         f"{_gpus(results)}; {run.source(results)}. Medians of the slowest rank, contestants in "
         "turn; up to 512 tokens the L2 cache is flushed before a call."
@@ -46,8 +47,9 @@ def conditions(results: Mapping[str, Any]) -> str:
 
 
 def sections(results: Mapping[str, Any]) -> list[Section]:
-    """One table for each layer: tokens by contestants. Those whose tokens are in FP8 have a second
-    one, beside the first contestant of all, or the table would be too wide to be read."""
+    """One table for each layer: tokens by contestants. Contestants whose tokens are in FP8 have a
+    second table, next to the first contestant of all: one table would be too wide to read.
+    """
     found = []
     for layer, of_layer in results["layers"].items():
         every = list(of_layer["results"][0]["seconds"])
@@ -64,7 +66,7 @@ def sections(results: Mapping[str, Any]) -> list[Section]:
 
 
 def peer_conditions(results: Mapping[str, Any]) -> str:
-    """What was measured beside a peer, on what and when, in one paragraph."""
+    """One paragraph on what was measured against a peer, on what machine and when."""
     return (
         f"{_gpus(results)}; {run.source(results)}. Medians of the slowest rank. Routing is given; "
         "x is quantised inside moeos' time alone."
@@ -97,7 +99,7 @@ def peer_sections(results: Mapping[str, Any]) -> list[Section]:
 
 
 def cost_conditions(results: Mapping[str, Any]) -> str:
-    """What deadlines and a trace were measured on and when, in one paragraph."""
+    """One paragraph on the machine and the date of the costs of deadlines and a trace."""
     return (
         f"{results['device']}; {run.source(results)}. Medians of {results['rounds']} interleaved "
         f"rounds after {results['warm_up_rounds']} to warm up; in brackets the quartiles."

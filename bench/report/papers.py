@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers of SonicMoE's and MoEBlaze's papers that ours stand beside.
+"""The numbers of SonicMoE's and MoEBlaze's papers that ours are compared with.
 
 Nothing here was measured by moeos, and nothing is computed. Both papers measured one H100.
 """
@@ -17,8 +17,9 @@ SONICMOE_TFLOPS: Mapping[str, tuple[str, str]] = {
     "120B": ("over 500", "over 500"),
     "DeepSeek-V3.2-Exp": ("534.8", "480.1"),
 }
-"""Forward and backward, by layer: what the text of its section 6.2 says. Others are in plots alone,
-Figures 14 and 15."""
+"""Forward and backward, by layer, from the text of SonicMoE's section 6.2. Other numbers are only
+in plots, Figures 14 and 15.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Scaling:
 
 
 SCALING_LAYER = "Table 2"
-"""The name of its layer in the suite."""
+"""The name of the row's layer in the suite."""
 
 SCALING: Mapping[tuple[str, int], Scaling] = {
     ("swiglu", 8192): Scaling(1.0, 1.8, 155, 495),

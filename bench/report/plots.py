@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plots of results, as SVG. Drawing needs matplotlib.
 
-A picture carries the digest of the numbers that it shows, so that it can be seen, without drawing
-it again, whether it is of the results as they are. Equal numbers make equal files.
+A picture carries the digest of the numbers that it shows, so that it can be compared with the
+results without being drawn again. Equal numbers make equal files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bench.report.straggler_tables import step_seconds
 from moeos.cli import drawing
 
 FOLDER = "plots"
-"""The folder of a suite's pictures, beside the results."""
+"""The folder of a suite's pictures, next to the results."""
 
 LEAST_POINTS = 3
 """A shape with fewer token counts is not drawn."""
@@ -83,7 +83,7 @@ def is_drawn(results: Mapping[str, Any], shape: str) -> bool:
 
 
 def shape_series(results: Mapping[str, Any], shape: str) -> dict[str, list[float]]:
-    """What a shape's picture shows, routed by the gate: token counts, and µs at each, by line; and
+    """The data of a shape's picture, routed by the gate: token counts, and µs at each, by line; and
     "share", of the floor in moeos's time, in percent.
     """
     cases = _cases(results, shape)
@@ -133,7 +133,7 @@ def _draw_shape(results: Mapping[str, Any], shape: str, folder: Path) -> Path:
 
 
 def _cases(results: Mapping[str, Any], shape: str) -> list[Mapping[str, Any]]:
-    """What a picture shows: the gate's routing, the same number of tokens on each rank."""
+    """The conditions of a picture: the gate's routing, the same number of tokens on each rank."""
     cases = [
         found
         for found in results["results"]
@@ -164,7 +164,7 @@ def evaluation_file(results: Mapping[str, Any]) -> str:
 
 
 def evaluation_series(results: Mapping[str, Any]) -> dict[str, dict[str, list[float]]]:
-    """What the picture shows: "tokens" and "experts", each with "at" and, by contestant, the
+    """The data of the picture: "tokens" and "experts", each with "at" and, by contestant, the
     milliseconds there.
     """
     fixed = {"tokens": ("experts", "scaling_experts"), "experts": ("tokens", "scaling_tokens")}

@@ -4,11 +4,11 @@
 `python -m bench.report results/twin.json` writes the tables into docs/performance.md, or into
 the one page of docs/performance/ where lines with the markers `<!-- benchmark twin -->` and
 `<!-- end of benchmark twin -->` stand. So no number there is typed by hand. `--document` names
-another page, such as docs/reliability.md. It draws the plots of a suite of shapes into plots/
-beside the file, and that of an evaluation, or of a straggler study whose page shows it, beside the
-file. Results of the suite gpu.toml it compares with those on other numbers of GPUs that lie beside
-the file, and with what they have to reach. It measures nothing; what a kind of results looks like,
-the files *tables.py know.
+another page, such as docs/reliability.md. It draws the plots of a suite of shapes into plots/ next
+to the file, and that of an evaluation, or of a straggler study whose page shows it, next to the
+file. It compares results of the suite gpu.toml with those on other numbers of GPUs next to the
+file, and with the bars that they have to reach. It measures nothing; what a kind of results looks
+like, the files *tables.py know.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from moeos.cli.shared import failures, section
 from moeos.cli.shared.section import Section
 
 SCALING = "weak-scaling"
-"""The name between whose markers the comparison of numbers of GPUs goes,"""
+"""The name of the markers around the comparison of numbers of GPUs."""
 BARS = "bars"
-"""and that of what all of them have to reach."""
+"""The name of the markers around the bars."""
 COMPARED = "gpu"
-"""The suite whose results these two are of."""
+"""The suite of both comparisons."""
 
 
 def main(
@@ -103,7 +103,7 @@ def of_gpus(results: Mapping[str, Any]) -> bool:
 
 
 def is_compared(results: Mapping[str, Any]) -> bool:
-    """Whether they are of the suite whose results on all numbers of GPUs stand side by side."""
+    """Whether the results are of the suite that compares numbers of GPUs."""
     name: str = results["benchmark"]
     return of_gpus(results) and name == f"{COMPARED}-{results['ranks']}"
 
@@ -121,13 +121,13 @@ def evaluation_scaling(results: Mapping[str, Any], folder: Path) -> Section:
 
 
 def scaling(folder: Path) -> str:
-    """The comparison of numbers of GPUs in a folder, as Markdown; "" of fewer than two."""
+    """The comparison of numbers of GPUs in a folder, as Markdown; "" for fewer than two."""
     section = gpu_tables.scaling(_compared_in(folder))
     return "" if section is None else table(section)
 
 
 def bars(folder: Path) -> str:
-    """What they have reached of the bars, as Markdown; "" of none."""
+    """Which bars results in a folder reach, as Markdown; "" without results."""
     section = gpu_tables.bars_reached(_compared_in(folder))
     return "" if section is None else table(section)
 
@@ -191,7 +191,7 @@ def print_tables(results: Mapping[str, Any]) -> None:
 
 
 def conditions(results: Mapping[str, Any]) -> str:
-    """What was measured, on what and when, in one paragraph."""
+    """One paragraph on what was measured, on what machine and when."""
     return _tables_of(results)[0](results)
 
 

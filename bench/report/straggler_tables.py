@@ -12,17 +12,18 @@ from moeos.cli.shared import output
 from moeos.cli.shared.section import Section
 
 PREFIX = "straggler-"
-"""What the name of a study's results begins with."""
+"""The prefix of the name of a study's results."""
 
 DONE_BAR, STEP_BAR = 0.9, 1.15
-"""The bars: what of their work others have done before a late rank comes, at least; when the step
-ends, in undelayed steps after the delay, at most."""
+"""The bars: the least share of their work that others have done before a late rank comes; the
+latest end of the step, in undelayed steps after the delay.
+"""
 
 _PERCENTILES = (50, 95, 99)
 
 
 def conditions(results: Mapping[str, Any]) -> str:
-    """What was done, on what and when, in one paragraph."""
+    """One paragraph on what was done, on what machine and when."""
     nodes = results["nodes"]
     where = ""
     if nodes["nodes"] > 1:
@@ -57,7 +58,7 @@ def step_seconds(scenario: Mapping[str, Any], contestant: str) -> list[float]:
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """With values in between where there is none."""
+    """The percentile, interpolated between values."""
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
@@ -127,7 +128,7 @@ def _late(results: Mapping[str, Any]) -> Section:
         done = statistics.median(scenario["moeos"]["done_before"])
         delay = max(scenario["delays"][0])
         after = (percentile(step_seconds(scenario, "moeos"), 50) - delay) / undelayed
-        # Of an undelayed step, what does not depend on the late ranks, by even routing.
+        # The share of an undelayed step that does not depend on the late ranks, by even routing.
         independent = 1 - len(scenario["late"]) / results["ranks"]
         verdict = "met" if done >= DONE_BAR else "missed"
         if delay < DONE_BAR * independent * undelayed:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The numbers of the paper "Layout and Fusion Trade-offs for Mixture-of-Experts Inference under
-Single-Node Tensor Parallelism" (J. Y. Yang and others, 2026) that ours stand beside.
+Single-Node Tensor Parallelism" (J. Y. Yang and others, 2026) that ours are compared with.
 
 Nothing here was measured by moeos, and nothing is computed. It measured eight H200. Milliseconds;
 hidden 4096, 128 experts, top-8, BF16.
@@ -39,7 +39,9 @@ STAGES: Mapping[int, Mapping[str, tuple[float, ...]]] = {
         "TE-pers": (0.113, 0.003, 0.957, 0.099, 0.633, 0.361, 2.190),
     },
 }
-"""Its Table 1, I 256 a rank: align, permute, up/gate, activation, down, combine, and the total."""
+"""The paper's Table 1, I 256 a rank: align, permute, up/gate, activation, down, combine, and the
+total.
+"""
 
 ByTokens = Mapping[tuple[int, str], tuple[float, ...]]
 """A size and a variant, and what it takes with each of `TOKENS`."""
@@ -52,7 +54,7 @@ TOTALS: ByTokens = {
     (512, "TT"): (0.378, 0.541, 1.226, 3.913),
     (512, "TE-pers"): (0.385, 0.607, 1.190, 3.639),
 }
-"""Its Table 2a, by I of a rank."""
+"""The paper's Table 2a, by I of a rank."""
 
 CHAINS: ByTokens = {
     (4, "FUSE"): (0.045, 0.040, 0.333, 1.195),
@@ -60,4 +62,4 @@ CHAINS: ByTokens = {
     (8, "FUSE"): (0.049, 0.049, 0.437, 2.101),
     (8, "NCCL"): (0.068, 0.077, 0.284, 0.858),
 }
-"""Its Table 2b, by ranks and method: combine and all-reduce."""
+"""The paper's Table 2b, by ranks and method: combine and all-reduce."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the report says of the study of tensor parallelism (bench.studies.tensor), beside the
-paper.
+"""What the report says of the study of tensor parallelism (bench.studies.tensor), next to the
+paper's numbers.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from moeos.cli.shared import output
 from moeos.cli.shared.section import Section
 
 PREFIX = "tensor-"
-"""What the name of the study's results begins with."""
+"""The prefix of the name of the study's results."""
 
 BARS: Mapping[int, float] = {8: 2.0, 128: 1.2, 4096: 1.8, 16384: 1.8}
-"""By tokens: how many times as fast as EE the layer is to be."""
+"""The layer's required speed as a multiple of EE's, by tokens."""
 FLOOR_FACTOR, FLOOR_SECONDS = 1.15, 45e-6
-"""A call takes at most so many times its floor, and so much more."""
+"""A call takes at most this many times its floor, plus this many seconds."""
 AUTO_FACTOR = 1.03
-"""`auto` takes at most so many times as long as the best policy that is forced."""
+"""`auto` takes at most this many times as long as the best forced policy."""
 
 _EE = "EE"
 _FORCED = ("fused", "after", "expert_major_persistent", "gathered", "token_major")
@@ -29,7 +29,7 @@ _OTHERS = "Rows of the paper are of eight H200 and Triton: other machines and ke
 
 
 def conditions(results: Mapping[str, Any]) -> str:
-    """What was measured, on what and when, in one paragraph."""
+    """One paragraph on what was measured, on what machine and when."""
     first = run.first_run(results)
     return (
         f"{results['ranks']} x {results['device']}, {first['processors']} processors each, "
@@ -147,7 +147,7 @@ def _bars(results: Mapping[str, Any]) -> Section:
 
 
 def _floor(results: Mapping[str, Any], case: Mapping[str, Any]) -> float | None:
-    """Seconds that no call can be below; None where rates are not known."""
+    """The least seconds of any call; None where rates are not known."""
     rates = results["rates"]
     if rates is None:
         return None

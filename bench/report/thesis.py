@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers of the FlashDMoE thesis (O. J. Aimuyo, Cornell 2025) that ours stand beside.
+"""The numbers of the FlashDMoE thesis (O. J. Aimuyo, Cornell 2025) that ours are compared with.
 
 Nothing here was measured by moeos, and nothing is computed.
 """
@@ -23,10 +23,10 @@ TOKENS = (1024, 2048, 4096, 8192)
 """Tokens of a GPU, in Table 6.3."""
 
 TOKEN_SCALING_EXPERTS = 32
-"""In Table 6.3 and Table 6.5."""
+"""Experts in Table 6.3 and Table 6.5."""
 
 EXPERTS = (16, 32, 64, 128)
-"""In Table 6.4."""
+"""Numbers of experts in Table 6.4."""
 
 EXPERT_SCALING_TOKENS = 8192
 """Tokens of a GPU, in Table 6.4 and Table 6.5."""
@@ -62,7 +62,7 @@ GPU_OPERATIONS: Mapping[str, int] = {
     "Megatron-LM + DeepEP": 432,
     "DeepSpeedMoE": 550,
 }
-"""Table 1.1: launched in one forward pass."""
+"""Table 1.1: kernels launched in one forward pass."""
 
 SM_UTILIZATION = 93.17
 """Percent of the cycles in which an SM has a warp in flight: section 3.2, and Figure 6.3a with 8K

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the report says of the training study (bench.studies.training), beside the papers."""
+"""What the report says of the training study (bench.studies.training), next to papers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moeos.cli.shared import output
 from moeos.cli.shared.section import Section
 
 PREFIX = "training-"
-"""What the name of the study's results begins with."""
+"""The prefix of the name of the study's results."""
 
 LEFT_OUT = "left out"
 
@@ -30,7 +30,7 @@ _OTHERS = "The papers' columns are of one H100: other machines than ours."
 
 
 def conditions(results: Mapping[str, Any]) -> str:
-    """What was measured, on what and when, in one paragraph."""
+    """One paragraph on what was measured, on what machine and when."""
     first = run.first_run(results)
     return (
         f"{results['device']}, {first['processors']} processors, {first['machine']['cores']} "
@@ -214,7 +214,7 @@ def _step(case: run.Case, who: str) -> str:
 
 
 def _speed(case: run.Case, who: str) -> str:
-    """How many times as fast as PyTorch's."""
+    """The speed as a multiple of PyTorch's."""
     slower, faster = _step_seconds(case, _GROUPED), _step_seconds(case, who)
     return "" if slower is None or faster is None else f"{slower / faster:.2f}"
 
@@ -224,7 +224,7 @@ def _sonic(case: run.Case, at: int) -> str:
 
 
 def _theirs(case: run.Case, what: str, shown: Callable[[Any], str]) -> str:
-    """What MoEBlaze's Table 2 has of a case."""
+    """The row of a case in MoEBlaze's Table 2."""
     key = (case["activation"], case["tokens"])
     if case["layer"] != papers.SCALING_LAYER or key not in papers.SCALING:
         return ""

@@ -19,7 +19,7 @@ _NAMES = {
 
 
 def conditions(results: Mapping[str, Any]) -> str:
-    """What was measured, on what and when, in one paragraph."""
+    """One paragraph on what was measured, on what machine and when."""
     first = run.first_run(results)
     config, machine, load = results["config"], first["machine"], results["load"]
     versions, source = first["versions"], run.source(results)

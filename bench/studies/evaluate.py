@@ -2,8 +2,8 @@
 """The study of `launch/evaluate`: the cases of the thesis' evaluation.
 
 In each case moeos and a bulk-synchronous layer (`bench.gpu.all_to_all`: NCCL on GPUs, gloo on the
-twin) make the same calls in turn, with the same tokens and weights, once their outputs agree. Of
-the thesis it knows the sizes alone. The document has besides:
+twin) make the same calls in turn, with the same tokens and weights, once their outputs agree. The
+study takes only the sizes from the thesis. The document also has:
     tokens, experts: what all runs together were asked for.
     not_measured: the cases that were asked for and are not there.
 """
@@ -33,7 +33,7 @@ _PATIENCE = 60.0  # seconds in which a call must end
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the command line says."""
+    """The options of the command line."""
 
     out: Out
     tokens: Annotated[
@@ -58,7 +58,7 @@ class Options:
     seed: Seed = 0
 
     def cases(self, tokens: Sequence[int], experts: Sequence[int]) -> list[Case]:
-        """Those of these numbers of tokens and of experts."""
+        """The cases with these numbers of tokens and of experts."""
         found = [(of_rank, self.scaling_experts) for of_rank in tokens]
         found += [(self.scaling_tokens, in_all) for in_all in experts]
         return [{"tokens": of_rank, "experts": of_all} for of_rank, of_all in dict.fromkeys(found)]

@@ -70,8 +70,8 @@ _compiled_sum = torch.compile(weighted_sum)
 
 
 class ExpertMajor:
-    """EE of some inputs, whose stages are calls of their own: each is given what the ones before
-    have made.
+    """EE of some inputs, whose stages are calls of their own: each gets the results of the earlier
+    ones.
     """
 
     def __init__(self, inputs: Inputs, group: dist.ProcessGroup | None) -> None:
@@ -158,7 +158,7 @@ def replayed(call: Callable[[], Value]) -> Callable[[], Value]:
         call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    # NCCL's threads ask for events meanwhile.
+    # NCCL's threads query events during the capture.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         y = call()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`launch/bench gpu`: moeos on GPUs beside the best of stock PyTorch and the machine's limits.
+"""`launch/bench gpu`: moeos on GPUs against the best of stock PyTorch and the machine's limits.
 
 One run measures every case of a suite on one or more GPUs of one host. Started by hand it starts
 the ranks by torchrun. Contestants, all with the same tokens and weights, in turn in each round:
@@ -8,8 +8,8 @@ the ranks by torchrun. Contestants, all with the same tokens and weights, in tur
     grouped: the layer's two GEMMs alone, torch._grouped_mm on the rows that this rank received.
     in_numbers: of a layer with formats the same layer without, with the numbers of its codes, as
         the two before have them.
-Beside the cases (`results`) the document has `failures`: what went wrong, by shape; a later run
-tries it again. Started again with the same --out, it measures what is missing there.
+In addition to the cases (`results`) the document has `failures`: what went wrong, by shape; a later
+run tries it again. Started again with the same --out, it measures what is missing there.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ from moeos.layer.quantization import numbers_of
 from moeos.system import launchers
 
 LARGEST_ROUNDED_ERROR = 8e-2
-"""`LARGEST_ERROR` where one of both rounds tokens to FP8, and what lies between the products again:
-each number by up to 1/16, 2.6e-2 in the mean square."""
+"""`LARGEST_ERROR` where one of both rounds tokens to FP8, and again between the GEMMs: each number
+by up to 1/16, 2.6e-2 in the mean square.
+"""
 
 METHOD = {
     "moeos": "MoELayer.forward on backend cuda, one kernel; a layer for up to few_tokens tokens "
@@ -108,7 +109,9 @@ def main(
 
 
 def _become_ranks(chosen: Shapes, ranks: int | None) -> int:
-    """Goes on as torchrun with so many ranks. Raises what `check` does."""
+    """Replaces this process by torchrun with `ranks` ranks; None: one for each GPU. Raises what
+    `check` does.
+    """
     size = torch.cuda.device_count() if ranks is None else ranks
     check(chosen, size)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -270,8 +273,8 @@ class Benchmark(study.Study):
 
 
 def coded_and_plain(plain: moeos.MoELayer, cfg: MoEConfig) -> dict[str, moeos.MoELayer]:
-    """The contestants that are layers: `plain`, or, where `cfg` has formats, one with its weights
-    in these and `plain`, which gets the numbers of the codes. Collective.
+    """The contestants that are layers: `plain`, or, where `cfg` has formats, one with quantized
+    weights and `plain`, which gets the dequantized ones. Collective.
     """
     if cfg.weight_format is None:
         return {"moeos": plain}
@@ -291,7 +294,8 @@ def limits(
     load: list[dict[str, int]],
     rates: Mapping[str, float | None],
 ) -> dict[str, float | None]:
-    """The least times, in seconds, that the rates allow: F, W and N, and what they are made of.
+    """The least times, in seconds, that the rates allow: F, W and N, and the amounts that they
+    follow from.
 
     Args:
         tokens: of the rank with most.
@@ -318,9 +322,9 @@ def limits(
 
 
 def _load(baseline: AllToAllLayer, sent: Sequence[int], rank: int) -> dict[str, int]:
-    """What the last call gave this rank to do, in rows: computed, from peers, to peers; and the
-    experts that have rows. `sent`: rows that moeos sends to each rank for it, of which a pair that
-    shares its token's row has none.
+    """This rank's load in the last call, in rows: computed, from peers, to peers; and the experts
+    that have rows. `sent`: rows that moeos sends to each rank for it, of which a pair that shares
+    its token's row has none.
     """
     last = baseline.last
     assert last is not None

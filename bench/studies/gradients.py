@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer's backward costs, beside autograd of torch._grouped_mm.
+"""What a layer's backward costs, against autograd of torch._grouped_mm.
 
     torchrun --nproc-per-node 2 -m bench.studies.gradients --out FILE CONFIG ...
 

@@ -4,7 +4,7 @@
 The lists and the steps are those of MoEBlaze, section 4: which tokens an expert has, where each
 expert's begin, and where each pair of a token is among them. On a GPU the steps are kernels of
 their own: a block has an expert, as there. The map has the experts' rows one after the other, so
-that a block reads it in order. It knows nothing of how anything is timed.
+that a block reads it in order. This file must not depend on how anything is timed.
 """
 
 from __future__ import annotations

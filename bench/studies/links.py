@@ -44,7 +44,7 @@ class Nodes:
 
     @property
     def ranks_per_node(self) -> int | None:
-        """For `moeos.init`."""
+        """The argument for `moeos.init`."""
         return None if self.nodes == 1 else self.ranks // self.nodes
 
     @property
@@ -58,7 +58,7 @@ class Nodes:
         return [peer for peer in range(self.ranks) if peer // each != rank // each]
 
     def plan(self) -> FaultPlan:
-        """The links as moeos is told of them."""
+        """The links as moeos gets them."""
         links = [
             SlowLink(rank=rank, peer=peer, seconds=self.latency, bytes_per_second=self.rate)
             for rank in range(self.ranks)

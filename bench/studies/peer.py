@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The study of `launch/evaluate megamoe`: moeos beside DeepGEMM's MegaMoE in FP8.
+"""The study of `launch/evaluate megamoe`: moeos against DeepGEMM's MegaMoE in FP8.
 
 The peer's kernel is measured by a program of its own. PEER is the JSON that this wrote: its ranks,
 and a row for each call. moeos makes the same calls here, on as many ranks, in BF16, with weights in
@@ -29,7 +29,7 @@ from moeos.cli.shared.options import Backend
 
 ROUNDS = Rounds(20, 5)
 FEW_TOKENS = 512
-"""Up to so many a layer is made for no more."""
+"""A layer for up to this many tokens is made for no more."""
 CHECKED = 24
 """Tokens of a rank whose outputs are compared with float32."""
 FORMATS: dict[str, dict[str, Any]] = {
@@ -59,11 +59,11 @@ SHAPES = {
     "glm-4.5-air": Shape(4096, 1408, 128, 8),
     "kimi-k2-quarter": Shape(7168, 2048, 96, 8),
 }
-"""As the peer's program names them, and in its order, which its random numbers depend on."""
+"""Shapes by the names of the peer's program, in its order, which its random numbers depend on."""
 
 
 class Call(NamedTuple):
-    """One that the peer made on all ranks; `zipf`: the exponent of its routing, 0 if uniform."""
+    """A call that the peer made on all ranks; `zipf`: the exponent of its routing, 0 if uniform."""
 
     shape: str
     tokens: int
@@ -182,7 +182,7 @@ class Peer(Study):
         return self.worst(study.distance(y[_checked(y)], expected))
 
     def _expected(self, name: str, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Outputs of the checked tokens in float32, by weights that nobody has rounded to FP8."""
+        """Outputs of the checked tokens in float32, by weights that were not rounded to FP8."""
         chosen = _checked(x)
         y = torch.zeros(len(chosen), x.shape[1], device=x.device)
         for nth, token in enumerate(chosen.tolist()):
@@ -230,7 +230,7 @@ def config_of(shape: Shape, max_tokens: int) -> moeos.MoEConfig:
 
 
 def _checked(rows: Tensor) -> Tensor:
-    """Which of them are."""
+    """The indices of the rows that are compared."""
     return torch.linspace(0, len(rows) - 1, min(len(rows), CHECKED)).long()
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is done to the ranks: by name, as delays before each step and factors of their speed.
+"""Scenarios by name: delays of ranks before each step and factors of their speed.
 
-It knows distributions and ranks, and nothing of layers or clocks.
+This file must not depend on layers or clocks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DEFAULTS = (
     "jitter:thesis-supercomputer",
     "jitter:thesis-vm",
 )
-"""What a study has, where nothing else is asked for; {last} is the last rank."""
+"""A study's default scenarios; {last} is the last rank."""
 
 
 @dataclasses.dataclass(frozen=True)

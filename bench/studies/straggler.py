@@ -45,7 +45,7 @@ _EVENTS = 8192
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the command line says."""
+    """The options of the command line."""
 
     config: Annotated[Path, typer.Argument(help="TOML file of the layer, without biases.")]
     out: Out
@@ -85,7 +85,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """What one rank found in a step of moeos."""
+    """One rank's numbers of a step of moeos."""
 
     seconds: float
     busy_share: float
@@ -94,13 +94,13 @@ class _Step:
 
     @staticmethod
     def of(stats: Mapping[str, Any], seconds: float) -> _Step:
-        """From a layer's stats, and the step's length on this rank, its delay included."""
+        """Makes a step from a layer's stats and the step's length on this rank, delay included."""
         busy = stats["busy_seconds"] / (stats["processors"] * seconds)
         return _Step(seconds, busy, stats["rows_before_counts"], stats["pairs_received"])
 
 
 def prepare(world: moeos.World, options: Options) -> Plan:
-    """What will be done. Raises `ValueError`, `TypeError` or `OSError` for what cannot be."""
+    """The plan of the study. Raises `ValueError`, `TypeError` or `OSError` for what cannot be."""
     cfg = moeos.MoEConfig.from_toml(options.config)
     require_even(cfg, world.size)
     settings = read_settings(options.config)
@@ -161,7 +161,7 @@ class Stragglers(Study):
         super().__init__(world, options.out, name, "bench.studies.straggler", rounds, about)
 
     def measure_all(self) -> Stragglers:
-        """Measures all scenarios, "none" first, since others are told in its steps."""
+        """Measures all scenarios, "none" first: the others' delays are multiples of its step."""
         found = self.document["scenarios"]
         for case in self.cases(found, [{"name": "none"}]):
             self.add(found, case, self._scenario(Scenario("none")))
@@ -254,7 +254,7 @@ class Stragglers(Study):
                 layer.check()
                 stats = layer.stats()
                 mine.append(_Step.of(stats, seconds))
-                # As many come from a rank, rows and results, as go to it.
+                # As many bytes, rows and results, come from a rank as go to it.
                 far = sum(stats["row_bytes_by_peer"][peer] for peer in self._plan.nodes.far(rank))
                 far_bytes = max(far_bytes, far)
 
@@ -263,7 +263,7 @@ class Stragglers(Study):
 
             turns = [step_of_moeos, step_of_baseline]
             for step in range(total):
-                for turn in turns if step % 2 == 0 else turns[::-1]:  # nobody always goes first
+                for turn in turns if step % 2 == 0 else turns[::-1]:  # none always goes first
                     turn(delays[step])
         del mine[: options.warm_up], theirs[: options.warm_up], delays[: options.warm_up]
         steps = self.world.control.allgather((delays, mine, theirs), "a scenario's results")
@@ -311,7 +311,7 @@ class Stragglers(Study):
 
 
 def benchmark_of(world: moeos.World, nodes: Nodes) -> str:
-    """What the results are called."""
+    """The name of the results."""
     suffix = f"-nodes-{nodes.nodes}" if nodes.nodes > 1 else ""
     return f"{straggler_tables.PREFIX}{world.backend}-{world.size}{suffix}"
 

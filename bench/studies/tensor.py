@@ -189,7 +189,7 @@ class Tensors(Study):
 
     def _stages(self, experts: moeos.Experts, inputs: Inputs) -> dict[str, float]:
         """Seconds that a rank's processors are at each stage, each on average: stages overlap, and
-        couriers permute beside products. Medians of the slowest rank.
+        couriers permute during GEMMs. Medians of the slowest rank.
         """
         found: dict[str, list[float]] = {name: [] for name in STAGES}
         call = moeos_call(experts, inputs)

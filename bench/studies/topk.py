@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What choosing experts costs on a GPU: moeos.topk beside torch.topk, with a softmax and without.
+"""What choosing experts costs on a GPU: moeos.topk against torch.topk, with a softmax and without.
 
     python -m bench.studies.topk --out FILE
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts that are trained beside each other: moeos, by what it saves, and torch._grouped_mm.
+"""The experts whose training is compared: moeos, by what it saves, and torch._grouped_mm.
 
 Each has the same tokens, routing and weights. Here is how a forward call and its gradients are had
 of each, and what they keep and take. Must not depend on suites, nor on how they are timed.
@@ -22,7 +22,7 @@ GROUPED = "grouped_mm"
 """The name of PyTorch's."""
 
 SAVES: tuple[Save, ...] = ("nothing", "preactivation")
-"""What moeos may save of a call; its contestants' names."""
+"""The tensors that moeos may save of a call; the names of its contestants."""
 
 Forward = Callable[[], Tensor]
 Gradients = tuple[Tensor, ...]
@@ -30,7 +30,7 @@ Gradients = tuple[Tensor, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """What all contestants are given.
+    """The inputs of all contestants.
 
     Attributes:
         x: [S, H], with a gradient as all but ids and d_out.
@@ -50,7 +50,7 @@ class Inputs:
 
     @property
     def wanted(self) -> tuple[Tensor, ...]:
-        """What gradients are made of."""
+        """The inputs of a gradient."""
         return self.x, self.weights, self.w1, self.w2
 
 
@@ -84,7 +84,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "relu": functional.relu,
 }
-"""Those that papers train with, [n, 2I or I] -> [n, I]."""
+"""Activations that papers train with, [n, 2I or I] -> [n, I]."""
 
 
 def grouped_experts(
@@ -135,12 +135,12 @@ def moeos_forward(
 
 
 def gradients(y: Tensor, inputs: Inputs) -> Gradients:
-    """Those of `Inputs.wanted`; can be asked for again."""
+    """The gradients of `Inputs.wanted`. The graph is retained, so this can be called again."""
     return torch.autograd.grad(y, inputs.wanted, inputs.d_out, retain_graph=True)
 
 
 def saved_bytes(forward: Forward, inputs: Inputs) -> int:
-    """What autograd keeps of a call beside what it was given, by hooks of saved tensors."""
+    """What autograd keeps of a call in addition to its inputs, by hooks of saved tensors."""
     given = {tensor.untyped_storage().data_ptr() for tensor in (*inputs.wanted, inputs.ids)}
     kept: dict[int, int] = {}
 
@@ -177,7 +177,7 @@ def distance(made: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
-    # By parts: in float32 all experts' weights may be more than a GPU has room for.
+    # Tensors are compared in parts: all experts' weights in float32 may exceed a GPU's memory.
     off, size = torch.zeros(2, dtype=torch.float64, device=one.device)
     for a, b in zip(one.split(_rows(one)), other.split(_rows(one)), strict=True):
         off += (a.float() - b.float()).square().sum()

@@ -43,7 +43,7 @@ KINDS: tuple[Mapping[str, Any], ...] = (
     {"gradients": True},
     {"gradients": True, "saves": True},
 )
-"""What tells the kernels of a layer that trains from each other, by what it saves."""
+"""The fields that differ between kernels of a training layer, by what it saves."""
 
 _LEFT_OUT = (ValueError, RuntimeError, MemoryError)  # PyTorch's of too little memory is the second
 _NARROW = 128  # of a layer that routes, and does little else
@@ -135,7 +135,7 @@ class Trainings(Study):
     def _train(
         self, cfg: moeos.MoEConfig, tokens: int, makers: Mapping[str, Callable[[Inputs], Forward]]
     ) -> dict[str, Any]:
-        """Every contestant's results with so many tokens."""
+        """Every contestant's results with `tokens` tokens."""
         try:
             inputs = trained.draw(cfg, tokens, self.device, self._seed)
         except _LEFT_OUT as error:

@@ -104,7 +104,7 @@ def _texts(folder: Path) -> dict[str, str]:
 def make(
     one: Study, cfg: moeos.MoEConfig, folders: Mapping[str, Path], late: float
 ) -> options.Measure:
-    """A layer's measurement, the last rank late by so many seconds."""
+    """A layer's measurement, the last rank late by `late` seconds."""
     layer = moeos.MoELayer(cfg, one.world).requires_grad_(False)
     engines = {}
     # Each has its own: in another variant's sources things may lie elsewhere.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What weights in FP8 and 4 bits gain and cost, beside the same layer with BF16 weights; and tokens
-in FP8 beside such weights.
+"""What weights in FP8 and 4 bits gain and cost, against BF16 weights; and tokens in FP8 with such
+weights.
 
     torchrun --nproc-per-node 2 -m bench.studies.weight_formats --out FILE CONFIG ...
 

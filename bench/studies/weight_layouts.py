@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward calls of Experts that read weights in a caller's layout, beside those of the plain one.
+"""Forward calls of Experts that read weights in a caller's layout, against those of the plain one.
 
     python -m bench.studies.weight_layouts --out FILE [--names gpt-oss,aria]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from examples.train.model import LENGTH
 
 SEQUENCES = 16
-"""Of a step, over all ranks."""
+"""Sequences of a step, over all ranks."""
 MAX_SEED = 2**31 - 1
 
 _STEPS = 1_000_003  # between the seeds of two runs

@@ -164,7 +164,7 @@ def _train(world: moeos.World, options: TrainOptions) -> int:
 
 
 def _is_saved(options: TrainOptions, done: int, steps: int) -> bool:
-    """Whether the run is written behind so many steps."""
+    """Whether the run is written after `done` steps."""
     return done == steps or (options.save_every is not None and done % options.save_every == 0)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two runs' losses as a picture: the curves, and below how far they are apart.
 
-Drawing needs matplotlib. It knows nothing of what was trained.
+Drawing needs matplotlib. This file must not depend on what was trained.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 """A run on disk: a folder from which any number of ranks can go on.
 
 Within it is a folder of one step. There the model and its optimizer lie as a checkpoint of
-torch.distributed, which has all experts once, and the stock model, which rank 0 alone has. What is
-known of the run is the last file that is written: it says which step counts. So a run that ends
-amid a save can go on from the save before. It knows nothing of how a step is made.
+torch.distributed, which has all experts once, and the stock model, which rank 0 alone has. The file
+that describes the run is written last: it says which step counts. So a run that ends during a save
+can go on from the save before. This file must not depend on how a step is made.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _STEP = re.compile(r"step-\d+")
 _ALONE = "torch.distributed is disabled"
 """How a warning begins that one process gets where it saves without a group."""
 _AGAIN = "Detected an existing checkpoint"
-"""And one where a run has ended amid this save."""
+"""How a warning begins where an earlier run ended during this save."""
 
 
 @dataclasses.dataclass
@@ -75,8 +75,8 @@ def read_history(folder: Path) -> History:
 def save(folder: Path, history: History, trained: Trainer, stock: Trainer | None) -> None:
     """Writes a run in place of the one that the folder holds. Collective; `stock` is rank 0's.
 
-    The one before counts until this one is complete, unless it is of the same step. Ctrl-C is
-    heard when it is: ranks that leave amid it get errors of each other's.
+    The one before counts until this one is complete, unless it is of the same step. Ctrl-C takes
+    effect then: ranks that left during the save would get errors of each other's.
 
     Raises `ValueError` or `OSError` where something cannot be written.
     """
@@ -91,7 +91,7 @@ def save(folder: Path, history: History, trained: Trainer, stock: Trainer | None
                 if not _holds_another(folder, step):
                     (folder / _COMPLETE).unlink(missing_ok=True)
             except OSError as error:
-                failed = error  # told behind what all ranks do together
+                failed = error  # raised after what all ranks do together
         with warnings.catch_warnings(), _told(f"write the run into {step}", remedy):
             warnings.filterwarnings("ignore", f"{_ALONE}|{_AGAIN}")
             state_dict_saver.save(_state_of(trained), checkpoint_id=step)

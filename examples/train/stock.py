@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Mixture of Experts in stock PyTorch, with all experts in one process.
 
-Its parameters have the names of those of `moeos.MoELayer`, so that either loads the other's. It
-knows nothing of that layer otherwise, and calls nothing of this package.
+Its parameters have the names of those of `moeos.MoELayer`, so that either loads the other's. Apart
+from these names this file must not depend on that layer or on moeos.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 """Steps of an optimizer on the language model, by one process or by the ranks of a world.
 
 Ranks split the sequences of a step. Gradients of what each rank has whole are added up here; those
-of experts are of all ranks' tokens already. It knows nothing of texts, files or how layers compute.
+of experts are of all ranks' tokens already. This file must not depend on texts, files or how layers
+compute.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ were 2e-2 apart 150 steps later.
 WARM_UP = 20
 """Steps in which the rate of learning grows to its full size."""
 MOST_NORM = 1.0
-"""To which gradients are clipped."""
+"""The norm to which gradients are clipped."""
 
 
 class Trainer:

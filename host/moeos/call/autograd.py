@@ -2,11 +2,11 @@
 """A call that can be differentiated: `torch.autograd.Function` around two calls of an engine.
 
 Forward keeps the caller's tensors, the routing and what `MoEConfig.save` says: the backward call
-sends x and the gradient of the output to the experts again. What is expert-parallel is the
-engine's; the gate's weights and the shared experts, which each rank has, are differentiated here by
+sends x and the gradient of the output to the experts again. The engine computes the expert-parallel
+part; the gate's weights and the shared experts, which each rank has, are differentiated here by
 PyTorch. Where ranks with slices of experts have the same tokens, each makes its part of the
 gradients of tokens, and the engine's call adds them up: so they are equal on these ranks. This file
-knows tensors and an engine, and nothing of modules, heaps or how ranks talk.
+must not depend on modules, heaps or how ranks communicate.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from moeos.system.dynamo import hidden
 
 X, _WEIGHTS, _OWN = 1, 2, 3
 PLACE = {name: _OWN + number for number, name in enumerate(call_checks.OWN)}
-"""Of the inputs of `_Call.forward`: how, x, the caller's weights, and a call's own tensors."""
+"""Indices into the inputs of `_Call.forward`: how, x, the caller's weights, the call's own tensors.
+"""
 
 
 DERIVED = ("x", "topk_weights", *call_checks.WEIGHTS, *call_checks.ROUTER, *call_checks.SHARED)
@@ -39,7 +40,7 @@ none."""
 
 
 _SUMS = torch.float32
-"""Of gradients of parameters, before they are rounded."""
+"""The dtype of gradients of parameters before they are rounded."""
 
 
 class How(NamedTuple):
@@ -59,8 +60,8 @@ class How(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a call leaves for its backward, beside its own tensors, and the gradient of its output;
-    see `GradientTensors`. `dtype_of_weights`: of the caller's; None: the gate weighed.
+    """What a call leaves for its backward in addition to its own tensors, and the gradient of its
+    output; see `GradientTensors`. `dtype_of_weights`: of the caller's; None: the gate weighed.
     """
 
     x: Tensor
@@ -84,7 +85,9 @@ _NOTHING_OF_SLICE = _OfSlice(None, None)
 
 
 def no_backward(engine: Engine) -> str | None:
-    """Where a call has no backward, in words that follow "has no backward"; None where it has."""
+    """The case in which a call has no backward, in words that follow "has no backward"; None where
+    it has one.
+    """
     why = engine.no_backward()
     if why is None and custom_op.is_transformed():
         return " in transforms of torch.func and in traces, but for autograd alone"
@@ -93,15 +96,15 @@ def no_backward(engine: Engine) -> str | None:
 
 @hidden
 def call(how: How, x: Tensor, weights: Tensor | None, own: Sequence[Tensor | None]) -> Tensor:
-    """The output of a call of rows x, of which autograd takes note. `weights`: of `how.ids`; None:
-    the gate weighs.
+    """The output of a call of rows x, recorded by autograd. `weights`: of `how.ids`; None: the gate
+    weighs.
     """
     y: Tensor = _Call.apply(how, x, weights, *own)  # type: ignore[no-untyped-call]
     return y
 
 
 def record(how: How, x: Tensor, weights: Tensor | None, own: Sequence[Any]) -> tuple[Tensor, Any]:
-    """The output of a call, and its `Recording`: no gradient is noted."""
+    """The output of a call, and its `Recording`; autograd records nothing."""
     out = torch.empty_like(x)
     named = dict(zip(call_checks.OWN, own, strict=True))
     recording = how.engine.record(
@@ -140,7 +143,7 @@ def derive(
 ) -> dict[int, Tensor]:
     """The gradients of the inputs of `_Call.forward` that are wanted, by their places. Collective.
     `main`: of a call's own tensors what an fp32 sum may be added to in place, and then is found.
-    `unrounded`: the experts' tensors whose gradients are found in fp32.
+    `unrounded`: the experts' tensors whose gradients are returned in fp32.
     """
     cfg, x, tokens, slicing = how.cfg, kept.x, kept.tokens, how.engine.slicing
     found: dict[int, Tensor] = {}
@@ -176,7 +179,7 @@ def derive(
 def _recorded_as_operator(
     how: How, x: Tensor, weights: Tensor | None, own: Sequence[Any]
 ) -> tuple[Tensor, Recording]:
-    """As `record`, where modes of dispatch are to see it."""
+    """Calls `record` where dispatch modes must see it."""
     out, ids, used, count, saved = torch.ops.moeos.record(
         *(custom_op.order_on(x.device), custom_op.key_of(how.engine), x),
         *(how.ids, weights, how.tokens, *own),
@@ -200,7 +203,7 @@ def _derived_as_operator(
     main: Mapping[str, Tensor],
     unrounded: Collection[str],
 ) -> dict[int, Tensor]:
-    """As `derive`, where modes of dispatch are to see it. Nothing is added to what is in `main`."""
+    """Calls `derive` where dispatch modes must see it. Adds nothing to the tensors in `main`."""
     in_fp32 = {*unrounded, *(name for name, one in main.items() if one.dtype == torch.float32)}
     given = kept.dtype_of_weights is not None  # then the gate has no part in it
     asked = [
@@ -224,9 +227,9 @@ def _derived_as_operator(
 class _Call(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, how: How, x: Tensor, weights: Tensor | None, *own: Tensor) -> Tensor:
-        # Looked at before anything is sent, and again in backward. Saved tensors may be copies.
+        # Checked before anything is sent, and again in backward, as saved tensors may be copies.
         ctx.with_main = {name: own[PLACE[name] - _OWN] for name in how.with_main}
-        # Autograd counts tensors alone.
+        # Autograd counts only tensors.
         tensors = [n for n, one in enumerate((how, x, weights, *own)) if isinstance(one, Tensor)]
         ctx.edges = {name: tensors.index(PLACE[name]) for name in how.with_main}
         if how.turned:
@@ -271,7 +274,7 @@ class _Call(torch.autograd.Function):
 
 
 def _turned(how: How, name: str, tensor: Tensor) -> Tensor:
-    """From what lies in memory to what the caller has, and back."""
+    """Converts a tensor between the engine's layout and the caller's, in either direction."""
     return tensor.transpose(1, 2) if how.turned and name in call_checks.MATRICES else tensor
 
 
@@ -289,7 +292,7 @@ def keep(ctx: Any, *tensors: Tensor | None) -> None:
 
 
 def kept_by(ctx: Any) -> list[Any]:
-    """They, each in memory as an engine reads it.
+    """The saved tensors, each in memory as an engine reads it.
 
     Raises `ValueError` for one that is not what it was, as a saved-tensor hook may return it.
     """
@@ -315,12 +318,12 @@ def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
 
 
 def received(d_out: Tensor) -> Tensor:
-    """The gradient of an output as an engine reads it. Autograd has seen to its shape, its dtype
-    and its device, but it may be sparse, or a lazy negative of its memory.
+    """The gradient of an output as an engine reads it. Autograd ensures its shape, dtype and
+    device, but it may be sparse, or a lazy negative of its memory.
 
     Raises `RuntimeError` for a batch of gradients.
     """
-    # Of the two classes of batches PyTorch names one key alone; both have it in their names.
+    # PyTorch names the key of only one of its two classes of batches; both keys contain this word.
     if "Batched" in repr(torch._C._dispatch_keys(d_out)):
         raise RuntimeError(
             "the backward of a MoELayer takes one gradient of its output, and this is a batch of "
@@ -334,7 +337,7 @@ def received(d_out: Tensor) -> Tensor:
 
 
 def check_first_derivative() -> None:
-    """Raises `RuntimeError` in a backward of which autograd takes note."""
+    """Raises `RuntimeError` in a backward that autograd records."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             "the backward of a MoELayer has no gradient of its own, and create_graph is True: "
@@ -396,8 +399,8 @@ def _experts(
 
 
 def _gathered(how: How, kept: Kept, own: Sequence[Tensor]) -> Tensor:
-    """The gradients of all tokens' outputs, of which each rank has those of its own tokens, and
-    zeros. A call of gradients adds them up: of tokens that have chosen no expert. Collective.
+    """The gradients of all tokens' outputs, where each rank holds those of its own tokens, and
+    zeros. A gradient call adds them up, with tokens that have chosen no expert. Collective.
     """
     of_none = kept._replace(
         d_out=torch.zeros_like(kept.x),
@@ -430,7 +433,7 @@ def _slices_of_shared(
         d_made = d_out * _weights_of_shared(x.double(), gate.double()).unsqueeze(1)
     inputs = {X: x, PLACE["shared_w1"]: w1, PLACE["shared_w2"]: w2}
     derived = _derive(mlps, inputs, [place == X or one for place, one in enumerate(wanted)], d_made)
-    d_x = derived.pop(X).float().contiguous()  # of which an engine takes the address
+    d_x = derived.pop(X).float().contiguous()  # an engine reads it by address
     found.update(derived)
     return _OfSlice(d_x, d_shared)
 
@@ -453,7 +456,7 @@ def _derive(
     asked = [place for place, leaf in leaves.items() if leaf is not None and leaf.requires_grad]
     if not asked:
         return {}
-    # Of a number: of a tensor, whose gradient is given, it would import sympy amid the backward.
+    # Differentiate a scalar: for a tensor with a given gradient, PyTorch would import sympy here.
     with torch.enable_grad():
         total = torch.dot(function(*leaves.values()).flatten(), d_made.double().flatten())
     derived = torch.autograd.grad(total, [leaves[place] for place in asked])  # type: ignore[arg-type]
@@ -490,7 +493,8 @@ def _weights_of(
         logits = logits + bias
     used, some = ids >= 0, ids.clamp_min(0)
     if cfg.renormalize:
-        # By logarithms, as all scores of a token may be too small; a token may have no expert.
+        # Weights come from logarithms, as all scores of a token may be too small; a token may have
+        # no expert.
         chosen = _log_scores(cfg.scoring, logits).gather(1, some)
         unused = ~used & used.any(dim=1, keepdim=True)
         weights = chosen.masked_fill(unused, -math.inf).softmax(dim=1)

@@ -5,8 +5,7 @@
 often as the model does, and in its order. `record` seems to write `order`, as `moeos::forward`
 does. `backward` cannot: calls of other graphs have written it since it was saved. It has an effect,
 so it is never dropped, and reads what the one before it in its graph has returned, so the two never
-change places. What they compute is that of `moeos.call.autograd`. This file knows schemas, and
-nothing of modules.
+change places. They compute what `moeos.call.autograd` does. This file must not depend on modules.
 """
 
 from __future__ import annotations
@@ -72,12 +71,12 @@ _OF_COUNT = torch.device("cpu")
 layer's device: the host reads them in the backward, and must not wait for a GPU there."""
 
 _last: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
-"""By the mode under which AOTAutograd traces a graph: what its last `moeos::backward` returned."""
+"""What the last `moeos::backward` returned, by the mode under which AOTAutograd traces a graph."""
 
 
 class _Asked(NamedTuple):
-    """The keyword arguments of `moeos::record`. The dispatcher leaves away what is as the schema
-    has it.
+    """The keyword arguments of `moeos::record`. The dispatcher omits arguments that equal the
+    schema's defaults.
     """
 
     slots: int
@@ -91,7 +90,7 @@ class _Asked(NamedTuple):
 
 
 class _Differentiable(torch.autograd.Function):
-    """`moeos::record`, of which autograd takes note."""
+    """`moeos::record`, recorded by autograd."""
 
     @staticmethod
     def forward(
@@ -105,8 +104,8 @@ class _Differentiable(torch.autograd.Function):
         ctx.mark_non_differentiable(*kept)
         ctx.set_materialize_grads(False)
         ctx.pieces, ctx.pairs, ctx.turned = asked.pieces, asked.pairs, asked.turned
-        # Calls of other graphs may add to it before this one's backward does: no version is looked
-        # at. Not among the saved tensors, and marked so for AOTAutograd.
+        # Calls of other graphs may add to it before this one's backward does: so its version is not
+        # checked. It is not a saved tensor, and is marked so for AOTAutograd.
         ctx.main = dict(zip(call_checks.OWN, asked.main, strict=False))
         for main_grad in asked.main:
             _leave_unchecked(main_grad)
@@ -160,8 +159,8 @@ class _Differentiable(torch.autograd.Function):
 
 
 def _leave_unchecked(tensor: Tensor | None) -> None:
-    """Says of a tensor of the graph that is traced, if it is one, that it may have changed before
-    the backward. PyTorch before 2.13 does not read that, and raises then.
+    """Marks a tensor of a traced graph as one that may change before the backward. PyTorch before
+    2.13 does not read the mark, and raises then.
     """
     if tensor is None:
         return
@@ -173,8 +172,8 @@ def _leave_unchecked(tensor: Tensor | None) -> None:
 
 _FIRST_OWN = 1 + 3 + custom_op.ROUTING
 _PLACES = (3, 5, *range(_FIRST_OWN, _FIRST_OWN + len(_NAMES) - 2))
-"""Of what `_NAMES` names: inputs of `_Differentiable.forward`, which are what was asked, then
-order, key, x and the routing, and a call's own tensors.
+"""Indices of the tensors in `_NAMES` among the inputs of `_Differentiable.forward`: what was asked,
+order, key, x, the routing and the call's own tensors.
 """
 
 
@@ -192,7 +191,7 @@ def _run(order: Tensor, key: Tensor, x: Tensor, *others: Any, **how: Any) -> tup
     out, recording = autograd.record(
         _how(key, asked.pieces, ids, tokens, any_ids=asked.any_ids), x, weights, own
     )
-    # What an operator returns is none of its inputs.
+    # An operator must not return one of its inputs.
     kept_ids, kept_weights = (
         tensor.clone() if any(tensor is one for one in (ids, weights)) else tensor
         for tensor in (recording.topk_ids, recording.topk_weights)
@@ -258,7 +257,7 @@ def _how(
 def _describe(
     order: Tensor, key: Tensor, x: Tensor, *others: Tensor | None, **how: Any
 ) -> tuple[Tensor, ...]:
-    """What tracing needs to know of a call."""
+    """The fake implementation of `record`, for tracing."""
     custom_op.refuse_onnx()
     asked = _Asked(**how)
     slots = (x.shape[0], asked.slots)
@@ -283,7 +282,7 @@ def _describe_backward(
     unrounded: Sequence[bool] = (),
     **how: Any,
 ) -> tuple[Tensor, ...]:
-    """What tracing needs to know of a backward."""
+    """The fake implementation of `backward`, for tracing."""
     _, _, own, _ = others
     weights = used.to(dtype_of_weights or used.dtype)
     in_fp32 = [*unrounded, *(False,) * len(wanted)]
@@ -311,7 +310,7 @@ output, the routing as backward needs it, which is ids, their weights and two nu
 tokens and of the call, and what the first product made of `saved_rows` rows.
 """
 backward = torch.ops.moeos.backward.default
-"""The operator: the engine's key, x, the gradient of the output, what `record` has returned behind
+"""The operator: the engine's key, x, the gradient of the output, what `record` has returned after
 the output, the call's own tensors, and what the backward before in this graph has returned last.
 """
 effects._register_effectful_op(backward, effects._EffectType.ORDERED)

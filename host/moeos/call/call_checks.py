@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tensors of a call must be: shapes, dtypes, devices and strides, before anything is sent.
 
-One place for all that takes a call. It knows a config and a device, and nothing of ranks, engines
-or where weights come from. What lies in the tensors is not looked at.
+All callers of an engine use these checks. This file must not depend on ranks, how engines compute,
+or the source of weights. The values of tensors are not read.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from moeos.system import tensor_memory
 WEIGHTS = ("w1", "b1", "w2", "b2", "w3")
 """The tensors of a call that experts compute with, in the operator's order."""
 MATRICES = ("w1", "w2", "w3")
-"""Those of them that have a matrix for each expert."""
+"""The weights that hold a matrix for each expert."""
 ROUTER = ("gate.weight", "gate.selection_bias", "gate.bias", "gate.expert_scale")
-"""Those that a router chooses with, in the operator's order behind the weights."""
+"""The router's tensors, in the operator's order; they follow the weights."""
 _BUFFERS = ("gate.selection_bias", "gate.expert_scale")
-"""Those of the router that are buffers, where all others are parameters."""
+"""The router's tensors that are buffers; all others are parameters."""
 SHARED = ("shared_w1", "shared_w2", "shared_gate")
-"""Those of the shared experts, in the operator's order behind the router's."""
+"""The shared experts' tensors, in the operator's order; they follow the router's."""
 SCALES = ("w1_scale", "w2_scale", "w1_scale_2", "w2_scale_2")
-"""Those of weights that are codes, in the operator's order behind the shared experts'."""
+"""The scales of quantized weights, in the operator's order; they follow the shared experts'."""
 SHARED_SCALES = tuple(f"shared_{name}" for name in SCALES)
-"""Those of the shared experts' weights that are codes, behind them."""
+"""The scales of quantized shared experts; they follow `SCALES`."""
 OWN = (*WEIGHTS, *ROUTER, *SHARED, *SCALES, *SHARED_SCALES)
-"""All that are not of a call's tokens, in the operator's order."""
+"""All tensors that do not belong to a call's tokens, in the operator's order."""
 _READ = ("x", "topk_ids", "topk_weights", "tokens", "x_scale", *OWN)
-"""All that a call reads."""
+"""All tensors that a call reads."""
 _NO_SCALE = ("cfg.weight_format is None", "weight_format=...")
 _NO_SECOND = ("cfg.weight_format is not 'nvfp4'", "weight_format='nvfp4'")
 _NO_SHARED_SCALE = ("cfg.shared_weight_format is None", "shared_weight_format=...")
@@ -67,30 +67,30 @@ _FIELDS = {
     "shared_w1_scale_2": _NO_SHARED_SECOND,
     "shared_w2_scale_2": _NO_SHARED_SECOND,
 }
-"""What a config says that has no such tensor, and what of one that has."""
+"""By tensor: the config that has none, and the setting that adds it."""
 
 CODES = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
-"""Of weights that some format has, and the dtype that is mistaken for one."""
+"""The dtypes of quantized weights, and one that is mistaken for them."""
 X_CODES = torch.float8_e4m3fn
-"""Of tokens that the caller has quantised."""
+"""The dtype of tokens that the caller has quantized."""
 X_SCALES = tuple(
     dtype
     for dtype in (torch.float32, torch.uint8, getattr(torch, "float8_e8m0fnu", None))
     if dtype is not None
 )
-"""Of their scales; the third in torch 2.7 and newer."""
+"""The dtypes of their scales; torch 2.7 and newer has the third."""
 _PACKED = (getattr(torch, "float4_e2m1fn_x2", None),)  # torch 2.8 and newer
 """Floating dtypes of which an element is several numbers, and that PyTorch converts to no other."""
 
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
-"""Classes of tensors that have nothing but their memory, and none."""
+"""Classes of tensors without behaviour of their own, and of None."""
 
 
 class Expected(NamedTuple):
     """What a weight must be.
 
     Attributes:
-        part: what it is of a weight format, in words; "" for what is none of one.
+        part: its role in a weight format, in words; "" outside of one.
     """
 
     name: str
@@ -100,8 +100,8 @@ class Expected(NamedTuple):
 
 
 def expected_weights(cfg: MoEConfig, experts: int) -> tuple[Expected | None, ...]:
-    """Of one rank's `experts` experts, in the order of `WEIGHTS`; None where there is no such
-    tensor.
+    """What one rank's `experts` experts hold, in the order of `WEIGHTS`; None for a tensor that the
+    config lacks.
     """
 
     def bias(name: str, length: int) -> Expected | None:
@@ -126,7 +126,7 @@ def expected_weights(cfg: MoEConfig, experts: int) -> tuple[Expected | None, ...
 def _matrices(
     cfg: MoEConfig, field: str, name: str, number: int, rows: int, columns: int
 ) -> Expected:
-    """So many of them, in the format that a field of the config says."""
+    """`number` matrices, in the format that the config's `field` names."""
     format_name: WeightFormat | None = getattr(cfg, field)
     if format_name is None:
         return Expected(name, torch.Size((number, rows, columns)), cfg.dtype)
@@ -136,14 +136,16 @@ def _matrices(
 
 
 def expected_scales(cfg: MoEConfig, experts: int) -> tuple[Expected | None, ...]:
-    """Of one rank's `experts` experts, in the order of `SCALES`; None where there is no such
-    tensor.
+    """The scales of one rank's `experts` experts, in the order of `SCALES`; None for a tensor that
+    the config lacks.
     """
     return _scales(cfg, "weight_format", SCALES, experts, cfg.intermediate)
 
 
 def expected_shared_scales(cfg: MoEConfig) -> tuple[Expected | None, ...]:
-    """In the order of `SHARED_SCALES`; None where there is no such tensor."""
+    """The shared experts' scales, in the order of `SHARED_SCALES`; None for a tensor that the
+    config lacks.
+    """
     number, width = cfg.shared_experts, cfg.shared_intermediate
     return _scales(cfg, "shared_weight_format", SHARED_SCALES, number, width)
 
@@ -151,8 +153,8 @@ def expected_shared_scales(cfg: MoEConfig) -> tuple[Expected | None, ...]:
 def _scales(
     cfg: MoEConfig, field: str, names: Sequence[str], number: int, width: int
 ) -> tuple[Expected | None, ...]:
-    """Of so many MLPs with so many values between their matrices, in the format that a field of the
-    config says.
+    """The scales of `number` MLPs of intermediate size `width`, in the format that the config's
+    `field` names.
     """
     format_name: WeightFormat | None = getattr(cfg, field)
     if format_name is None:
@@ -176,7 +178,7 @@ def _scales(
 
 
 def expected_router(cfg: MoEConfig) -> tuple[Expected | None, ...]:
-    """In the order of `ROUTER`; None where there is no such tensor."""
+    """The router's tensors, in the order of `ROUTER`; None for a tensor that the config lacks."""
     weight, *others = ROUTER
     rows = cfg.router_rows
     present = (cfg.selection_bias, cfg.router_bias, cfg.expert_scale)
@@ -190,7 +192,9 @@ def expected_router(cfg: MoEConfig) -> tuple[Expected | None, ...]:
 
 
 def expected_shared(cfg: MoEConfig) -> tuple[Expected | None, ...]:
-    """In the order of `SHARED`; None where there is no such tensor."""
+    """The shared experts' tensors, in the order of `SHARED`; None for a tensor that the config
+    lacks.
+    """
     n, field = cfg.shared_experts, "shared_weight_format"
     if n == 0:
         return (None,) * len(SHARED)
@@ -231,8 +235,8 @@ def rows_of(
 ) -> torch.Tensor:
     """x as the rows of a call: contiguous [rows, H], of which it is a view wherever it can be.
 
-    Raises unless x is [..., H], at least 2-D, with as many rows as so many pieces can have.
-    `coded`: it is codes, which have scales.
+    Raises unless x is [..., H], at least 2-D, with no more rows than its pieces can have. `coded`:
+    it is codes, which have scales.
     """
     x = _require_dense("x", x)
     dimensions = x.dim()
@@ -276,7 +280,7 @@ def _require_codes(cfg: MoEConfig, dtype: torch.dtype) -> None:
 
 
 def _refuse_codes(cfg: MoEConfig, dtype: torch.dtype) -> None:
-    """Raises for codes without scales, which autocast would take for numbers."""
+    """Raises for codes without scales, which autocast would treat as numbers."""
     if cfg.activation_format is None or dtype not in CODES:
         return
     if dtype == X_CODES:
@@ -317,7 +321,7 @@ def check_may_be_coded(cfg: MoEConfig, topk_ids: object, *, weigh: object) -> No
 def scale_of(
     cfg: MoEConfig, device: torch.device, lead: torch.Size, rows: int, scale: object
 ) -> torch.Tensor:
-    """The scales of the codes of so many rows: contiguous [rows, H / 128], fp32 or bytes (E8M0).
+    """The scales of the codes of `rows` rows: contiguous [rows, H / 128], fp32 or bytes (E8M0).
 
     Raises unless it is so, or [*lead, H / 128] with the leading dimensions of x.
     """
@@ -349,7 +353,7 @@ def routing_of(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """ids and weights, both [rows, k]; no weights where the gate weighs.
 
-    Raises unless they are the routing of so many rows, [rows, k], or [*lead, k] with the leading
+    Raises unless they are the routing of `rows` rows, [rows, k], or [*lead, k] with the leading
     dimensions of x.
     """
     if weigh and weights is not None:
@@ -482,7 +486,7 @@ def check_weights(
     absent: str,
     holder: torch.nn.Module | None,
 ) -> None:
-    """Raises unless all of these are as expected. `absent`: what is said where one is missing, if
+    """Raises unless all of these are as expected. `absent`: the error text where one is missing, if
     its `holder` has nothing under its name.
     """
     for name, wanted, tensor in zip(OWN, expected, tensors, strict=True):

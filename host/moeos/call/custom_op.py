@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layer's call as an operator of PyTorch, `moeos::forward`: compilers trace through it.
 
-`moeos::forward_into` is the same with the caller's output, and takes codes for x, too. Where
-nothing traces, transforms or watches what PyTorch does, a call need not go through an operator: see
+`moeos::forward_into` writes into the caller's output, and also takes x as codes. Where nothing
+traces, transforms or watches what PyTorch does, a call need not go through an operator: see
 `unwatched`.
 
-An engine is told by its key: a tensor of its own, found by its address. A number would be a
+An engine is identified by its key: a tensor of its own, found by its address. A number would be a
 constant of the graph, and each layer would need a graph of its own; a tensor is an input, so one
-graph serves all layers of a kind. It lies where the layer's tensors do: a graph with a tensor of
-the CPU could not be replayed by the GPU alone. This file knows nothing of modules, and of an engine
-only that it makes a call.
+graph serves all layers of a kind. The key lies on the layer's device: the GPU alone could not
+replay a graph with a CPU tensor. This file must not depend on modules, nor on anything of an engine
+but that it makes a call.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ from moeos.call.call_checks import check_apart, check_tangents
 from moeos.engines.base import CallTensors, Engine
 from moeos.system.dynamo import hidden
 
-# By the address of the key. A key lives as long as its engine, and as a graph that uses it: so at
-# its address lies nothing else.
+# Engines by the address of their key. A key lives as long as its engine, and as a graph that uses
+# it: so at its address lies nothing else.
 _at: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()
 _keys: weakref.WeakKeyDictionary[Engine, Tensor] = weakref.WeakKeyDictionary()
-# By the number that a key holds: for its copies, such as those of a copied graph. Drawn, so that a
-# graph from another process finds none here.
+# Engines by the number that a key holds: for copies of keys, such as those of a copied graph.
+# Numbers are drawn, so that a graph from another process finds no engine here.
 _numbered: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()
 
-# A call changes what is not among its tensors: the heaps of all ranks. `order` stands for them. By
-# the schema each call writes it, so no compiler may drop a call whose output is not used, make one
-# of two equal calls, or let two calls change places, all of which would leave the peers waiting.
+# A call changes memory that is not among its tensors: the heaps of all ranks. `order` stands for
+# them. By the schema each call writes `order`, so no compiler may drop a call whose output is not
+# used, make one of two equal calls, or let two calls change places, all of which would leave the
+# peers waiting.
 library = torch.library.Library("moeos", "DEF")
-"""Of all operators of moeos."""
+"""Holds all operators of moeos."""
 TENSORS = (
     "Tensor(a!) order, Tensor key, Tensor x, Tensor? topk_ids, Tensor? topk_weights, "
     "Tensor? tokens, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? w3, Tensor? gate, "
@@ -54,14 +55,14 @@ TENSORS = (
     "Tensor? shared_w1_scale_2, Tensor? shared_w2_scale_2"
 )
 ROUTING = 3
-"""Of these, from topk_ids on; what follows is the caller's own."""
+"""The number of tensors of the routing, from topk_ids on; the caller's own follow."""
 HOW = "*, int pairs, bool any_ids=False, int pieces=1"
 """`pairs`: of a token, with experts or their slices, which is for `moeos.call.flops` alone."""
 library.define(f"forward({TENSORS}, {HOW}) -> Tensor")
 library.define(f"forward_into({TENSORS}, Tensor? x_scale, Tensor(b!) out, {HOW}) -> ()")
 
 
-# Each look-up of a name costs a call as much as what the function does.
+# Each look-up of a name costs a call as much as the function itself.
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _transform = torch._C._functorch.peek_interpreter_stack
@@ -70,12 +71,12 @@ _is_profiled = torch._C._autograd._profiler_enabled
 
 
 def unwatched() -> bool:
-    """Whether nothing looks at operators: then a call may go to its engine without one, which costs
+    """Whether nothing observes operators: then a call may go to its engine without one, which costs
     the host a third as much.
 
     Compilers, tracers, modes of dispatch (fake tensors, flop counters), transforms of torch.func,
-    levels of forward-mode derivatives and profilers do. So do classes of tensors, which the caller
-    must look for.
+    levels of forward-mode derivatives and profilers do. So do tensor subclasses, which the caller
+    must check for.
     """
     return not (
         is_compiling()
@@ -89,7 +90,7 @@ def unwatched() -> bool:
 
 
 def modes_watch() -> bool:
-    """Whether modes of dispatch look at operators, such as a flop counter, and no compiler."""
+    """Whether dispatch modes, such as a flop counter, observe operators, and no compiler does."""
     return not is_compiling() and _dispatch_modes() > 0
 
 
@@ -142,7 +143,7 @@ def register(engine: Engine, device: torch.device) -> Tensor:
 
 
 def key_of(engine: Engine) -> Tensor:
-    """What `register` has returned."""
+    """The key that `register` has returned."""
     return _keys[engine]
 
 
@@ -177,8 +178,8 @@ def call(
     """
     topk_ids, topk_weights, tokens, x_scale = routing
     w1, b1, w2, b2, w3, gate, selection_bias, router_bias, expert_scale, *rest = own
-    # As CallTensors(...), whose function in between would cost as much as a lock. The order is that
-    # of the fields.
+    # This equals CallTensors(...), whose extra function call would cost as much as a lock. The
+    # order is that of the fields.
     fields = (
         *(x, out, gate, selection_bias, topk_ids, topk_weights, w1, b1, w2, b2),
         *(tokens, any_ids, pieces, router_bias, expert_scale, *rest, x_scale, w3),
@@ -199,7 +200,7 @@ def _run(
     pieces: int = 1,
 ) -> Tensor:
     engine = engine_of(key)
-    engine.require_open()  # before PyTorch says in its own words that a child has no CUDA
+    engine.require_open()  # before PyTorch raises its own error for a child without CUDA
     out = torch.empty_like(x)
     _call(engine, x, others, None, out, any_ids, pieces)
     return out
@@ -229,8 +230,8 @@ def _call(
     any_ids: bool,
     pieces: int,
 ) -> None:
-    # The operator asks by itself, but below the transforms of torch.func, which hide tangents from
-    # it: so who calls it asks as well.
+    # The operator checks tangents itself, but below the transforms of torch.func, which hide them:
+    # so its caller checks as well.
     check_tangents("MoELayer", x, x_scale, *inputs)
     call(engine, x, out, (*inputs[:ROUTING], x_scale), inputs[ROUTING:], any_ids, pieces)
 
@@ -251,13 +252,13 @@ def engine_of(key: Tensor) -> Engine:
 def _describe(
     order: Tensor, key: Tensor, x: Tensor, *others: Tensor | None, **how: object
 ) -> Tensor:
-    """What tracing needs to know: the output is as x."""
+    """The fake implementation of `forward`: the output is like x."""
     refuse_onnx()
     return torch.empty_like(x)
 
 
 def _describe_into(*_: Tensor | None, **how: object) -> None:
-    """What tracing needs to know: nothing is returned."""
+    """The fake implementation of `forward_into`: it returns nothing."""
     refuse_onnx()
 
 
@@ -280,4 +281,4 @@ forward = torch.ops.moeos.forward.default
 """The operator: order [1], the engine's key, then the tensors of `CallTensors` but `out` and
 `x_scale`."""
 forward_into = torch.ops.moeos.forward_into.default
-"""The same with `x_scale` and `out` behind them."""
+"""Takes `x_scale` and `out` after the tensors of `forward`."""

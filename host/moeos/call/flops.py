@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What calls count in `torch.utils.flop_counter.FlopCounterMode`: the products of a rank's tokens.
 
-It knows the operators' schemas, and nothing of modules or engines.
+This file must not depend on modules or engines.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def of_backward(named: Mapping[str, Any], names: Sequence[str]) -> int:
     """The FLOPs of a backward. `names`: the tensors whose gradients the operator can return.
 
     As in PyTorch's own modules, each product has one more for the gradient of its matrix and one
-    for that of its input, where they are wanted. What is computed again does not count.
+    for that of its input, where they are wanted. Recomputation does not count.
     """
     wanted = dict(zip(names, named["wanted"], strict=True))
     own = dict(zip(call_checks.OWN, named["own"], strict=True))
@@ -72,7 +72,7 @@ def _products(
 
 
 def count(names: Sequence[str]) -> None:
-    """Has all operators of moeos counted from now on. `names`: as for `of_backward`."""
+    """Makes the counter count all operators of moeos from now on. `names`: as for `of_backward`."""
     for name in ("forward", "forward_into", "record", "backward"):
         _register(name, names)
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that are as those of an earlier call, which all checks have found right.
+"""Tensors like those of an earlier call that has passed all checks.
 
-What the tensors of a call are like changes seldom, and to look at each property of each of them
-costs the host as much as a launch. PyTorch has one function that looks at all properties of all of
-them: the one by which a compiled graph knows that it may be used. This file asks it, and does not
-know what the checks are. Where this PyTorch does not have it, no tensors are known.
+The properties of a call's tensors seldom change, and checking each of them costs the host as much
+as a launch. PyTorch has one function that checks all properties of all tensors: the guard of
+compiled graphs. This file uses it, and must not depend on the checks. Where PyTorch lacks the
+function, no tensors are known.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 KINDS = 4
-"""Of tensors that are kept of calls with equally many."""
+"""Kinds of tensors that are kept, for each number of tensors that a call may have."""
 
 _MOST_GIVEN = 5  # x, ids, weights, tokens and out
 _Kind = tuple[Callable[..., bool], bool]  # whether tensors are like these, and any wants a gradient
@@ -26,13 +26,13 @@ _Kind = tuple[Callable[..., bool], bool]  # whether tensors are like these, and 
 class KnownTensors:
     """What the tensors of one caller's calls were like.
 
-    Of each it is the class, dtype, device, shape and strides, whether it wants a gradient, and what
-    in this thread acts on operators that get it (inference mode, autocast, modes, transforms). Of
-    rows, of the routing and of the output the number of rows may be any.
+    Each tensor is known by its class, dtype, device, shape and strides, by whether it requires a
+    gradient, and by what in this thread acts on operators that get it (inference mode, autocast,
+    modes, transforms). The number of rows of x, the routing and the output may be any.
 
     Args:
-        present: which of the tensors that are not of a call's tokens there must be; of the others
-            there must be none.
+        present: which of the tensors that do not belong to a call's tokens must exist; all others
+            must be None.
     """
 
     def __init__(self, present: Sequence[bool]) -> None:
@@ -50,8 +50,8 @@ class KnownTensors:
         out: Any,
         own: tuple[Any, ...],
     ) -> bool:
-        """Whether these are like those of a call that was learned, of at most so many rows, and
-        nobody wants a gradient. None where there is no such tensor.
+        """Whether these tensors are like those of a learned call, with at most `most_rows` rows,
+        and no gradient is wanted. None stands for a tensor that a call does not have.
         """
         for place in self._absent:
             if own[place] is not None:
@@ -77,8 +77,8 @@ class KnownTensors:
         out: Tensor | None,
         own: tuple[Tensor | None, ...],
     ) -> None:
-        """Takes these for right, which are of a call that is made without an operator: rows and out
-        are contiguous.
+        """Learns these tensors of a call that is made without an operator: rows and out are
+        contiguous.
         """
         given = _given(rows, ids, weights, tokens, out)
         tensors: list[Any] = [*given, *self._own(own)]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients that a trainer keeps beside its parameters: `main_grad`, as Megatron-Core names it.
+"""Gradients that a trainer keeps next to its parameters: `main_grad`, as Megatron-Core names it.
 
-A backward adds to what is there, and leaves `grad` alone. It knows tensors and their names, and
-nothing of calls or engines.
+A backward adds to `main_grad`, and leaves `grad` alone. This file must not depend on calls or
+engines.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ def found(
     named: Mapping[str, Tensor | None],
     beside: Mapping[str, Tensor | None] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
-    """The `main_grad` of those that have one and want a gradient, by their names.
+    """The `main_grad` of the parameters that have one and require a gradient, by name.
 
     Raises `TypeError` or `ValueError` for one that is not of its parameter's shape and device,
     contiguous or with the parameter's strides, and of fp32 or the parameter's dtype, or
     that shares memory with another tensor of the call or another `main_grad`. Breaks the graph of a
-    compiler that could not add to it; `beside`: what else is read and may want a gradient.
+    compiler that could not add to it; `beside`: other tensors that are read and may require a
+    gradient.
     """
     kept = {}
     for name, parameter in named.items():
@@ -73,8 +74,8 @@ def _break(why: str) -> None:
 
 
 def asked(accumulator: Any) -> bool:
-    """Whether the backward that runs adds to a parameter, whose node this is. One for chosen
-    inputs may end before it, and `torch.autograd.grad` returns a gradient and adds it nowhere.
+    """Whether the running backward adds to the parameter of this node. A backward for chosen inputs
+    may end before it, and `torch.autograd.grad` returns a gradient without adding it.
     """
     if torch._C._current_graph_task_id() < 0:  # no engine of autograd runs: all is asked for
         return True
@@ -85,8 +86,7 @@ def asked(accumulator: Any) -> bool:
 
 
 def added(parameter: Tensor, main_grad: Tensor) -> Tensor | None:
-    """Notes that a gradient was added to `main_grad`. Returns what autograd is to be given in its
-    place.
+    """Notes that a gradient was added to `main_grad`. Returns what autograd gets in its place.
 
     Megatron-Core's hooks wait for some gradient, and add no gradient of a parameter whose
     `grad_added_to_main_grad` is true. So where it has that attribute, autograd gets a tensor of any
@@ -109,7 +109,7 @@ def check(what: str, main_grad: object, parameter: Tensor) -> None:
 
 
 def check_form(what: str, main_grad: Tensor, parameter: Tensor) -> None:
-    """The same, but for what is known of memory alone."""
+    """Raises as `check` does, but checks nothing about the memory of `main_grad`."""
     if main_grad.shape != parameter.shape:
         raise ValueError(
             f"{what} has shape {list(main_grad.shape)}; it must be the parameter's, "

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a layer with `MoEConfig.rounding` routes: in PyTorch, before its call.
 
-The same rules as the kernel's router, in float32, and then token rounding where the layer trains.
-It knows a config and the gate's tensors, and nothing of modules, engines or ranks.
+The rules are those of the kernel's router, in float32; token rounding follows where the layer
+trains. This file must not depend on modules, engines or ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moeos.system.errors import NumericalError
 
 
 class GateTensors(NamedTuple):
-    """What routes: the tensors of a layer's gate, as of `moeos.layer.layer.Gate`."""
+    """The tensors of a layer's gate, as of `moeos.layer.layer.Gate`."""
 
     weight: Tensor
     selection_bias: Tensor | None
@@ -37,12 +37,12 @@ def route(
     Each `cfg.max_tokens` rows, a call of their own, are rounded by themselves. `tokens`: as of
     `MoELayer.forward`; `rounds`: False leaves each token its k best experts.
 
-    Raises `NumericalError` where logits are not finite, of tensors that the host can look at.
+    Raises `NumericalError` where logits are not finite, for tensors that the host can read.
     """
     counted = None
     if tokens is not None:
         counted = torch.arange(len(rows), device=rows.device) < tokens.reshape(())
-        # What lies there may be NaN, whose product with a gradient of 0 is NaN.
+        # These rows may hold NaN, whose product with a gradient of 0 is NaN.
         rows = torch.where(counted.unsqueeze(1), rows, 0.0)
     logits = rows.float() @ gate.weight.float().T
     if gate.bias is not None:
@@ -52,7 +52,7 @@ def route(
     if gate.selection_bias is not None:
         by = by + gate.selection_bias
     _require_finite(logits if gate.selection_bias is None else by, counted)
-    # Scores round away what logits tell apart.
+    # Scores round away differences between logits.
     ids = topk(logits.detach() if gate.selection_bias is None else by, cfg.top_k).indices
     if cfg.rounding is not None and rounds:
         parts = [

@@ -2,8 +2,8 @@
 """Token rounding: each expert gets a whole number of tiles of tokens (SonicMoE, section 5).
 
 A product computes whole tiles, so rows that fill no tile cost as much as one. Here each expert
-drops the tokens beyond its last whole tile, or takes more to fill one. It knows scores and choices,
-and nothing of layers, configs or ranks.
+drops the tokens beyond its last whole tile, or takes more to fill one. This file must not depend on
+layers or ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def round_tokens(
 
     An expert with f tokens gets the multiple below f or the one above it, and so differs by less
     than a tile. Below, its tokens with the lowest scores are dropped. Above, the tokens with the
-    highest scores among all others are added. Of equal scores the lower token is kept or added.
+    highest scores among all others are added. Among equal scores the lower token is kept or added.
 
     How it is decided, with f' the multiple above:
         NR-f: above if f' is nearer.
@@ -59,8 +59,8 @@ def round_tokens(
         rounding: how.
         tile: tokens of a tile, at least 1.
         slots: the most experts of a token afterwards, k to E. None: E.
-        tokens: int32 or int64, one element: only so many tokens, from the first on, take part, and
-            the others get no expert. None: all.
+        tokens: int32 or int64, one element: only this many tokens, from the first on, take part,
+            and the others get no expert. None: all.
         summed: like `scores`, what NR-s sums up: those without a selection bias, where `scores`
             have one. Negative numbers count as 0. None: `scores`.
         generator: draws the numbers; on the device of `scores`. None: PyTorch's own.
@@ -120,7 +120,7 @@ def _checked(
     slots: int | None,
     summed: Tensor | None,
 ) -> int:
-    """Raises what is wrong with arguments; the slots of a token."""
+    """The slots of a token. Raises for wrong arguments."""
     if not scores.is_floating_point():
         raise TypeError(f"scores have dtype {scores.dtype}; it must be a floating point type")
     if topk_ids.dtype not in (torch.int32, torch.int64):
@@ -172,7 +172,7 @@ def _rises(
     if rounding == "NR-f":
         return can_rise & (2 * rest > tile)
     if rounding == "Balance-f":
-        # What has been given is always the multiple nearest to what was asked for.
+        # The sum given so far is always the multiple nearest to the sum asked for.
         asked = torch.where(can_rise, rest, 0).cumsum(dim=0)
         given = (2 * asked + tile) // (2 * tile)
         before = torch.cat((given.new_zeros(1), given[:-1]))
@@ -191,7 +191,7 @@ def _rises(
 
 
 def _by_token(order: Tensor, takes: Tensor) -> Tensor:
-    """What lies in each expert's order, by token: bool [S, E]."""
+    """`takes`, which is in each expert's order, by token: bool [S, E]."""
     return torch.zeros_like(takes).scatter(0, order, takes)
 
 
@@ -204,7 +204,7 @@ def _within_slots(
     rises: Tensor,
     slots: int,
 ) -> Tensor:
-    """Who takes which token, [S, E], where a token has so many slots.
+    """Which expert takes which token, [S, E], where a token has `slots` slots.
 
     What is dropped is dropped first. Then experts that rise take tokens, the lowest expert first;
     one for which too few are left is rounded down instead.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The best k of each row, where equal ones have an order: what routers choose experts with.
 
-On GPUs a kernel of its own; else, and where PyTorch traces, plain PyTorch. It knows logits, and
-nothing of layers, configs or ranks.
+On GPUs a kernel of its own; else, and where PyTorch traces, plain PyTorch. This file must not
+depend on layers, configs or ranks.
 """
 
 from __future__ import annotations

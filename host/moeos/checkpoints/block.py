@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the router and expert weights of one Mixture-of-Experts block from a Hugging Face model.
 
-It follows the row of the table of layouts that `names.py` has found, and knows nothing of the layer
-that will hold the weights: it returns plain tensors.
+It follows the row of the table of layouts that `names.py` has found. This file must not depend on
+the layer that will hold the weights: it returns plain tensors.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def load_block(
     of all experts in a file (`open_tensors`) only their part.
 
     Quantised matrices of routed experts are kept as they are shipped in the config's
-    `weight_format`. Where it is None, and of shared experts, they are dequantised, which is said
-    once, with the memory that it costs.
+    `weight_format`. Where that is None, and for shared experts, they are dequantized; a warning
+    says so once, with the memory that it costs.
 
     A DTensor is taken as well. Where it is cut by experts and lies as the ranks' experts do, each
     rank takes its own part. Otherwise its ranks gather it, so that all of them must call.
@@ -87,9 +87,9 @@ def load_block(
         placement: where experts lie; None: in order.
         slicing: how a layer's ranks cut experts, `moeos.partition.slicing.slicing_of` of its
             arguments. Each rank then has its slice of its experts, and of shared ones where these
-            are cut, too; "b2" is whole. Of files it reads no more, but for int4, DeepSeek-V4's
-            scales, and slices that end amid a block: these it reads one by one, and keeps its
-            slice.
+            are cut, too; "b2" is whole. From files it reads only its slice, except for int4,
+            DeepSeek-V4's scales, and slices that end inside a block: these tensors it reads one by
+            one and keeps its slice.
 
     Returns:
         contiguous copies in cfg.dtype on the device of the router, with I and Is of a slice:
@@ -142,7 +142,7 @@ def load_block(
 def _router(
     cfg: MoEConfig, state_dict: Mapping[str, Tensor], prefix: str, found: names.Names
 ) -> dict[str, Tensor]:
-    """All that the gate holds."""
+    """The gate's tensors."""
     layout = found.layout
 
     def read(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -194,7 +194,7 @@ def _no_router(cfg: MoEConfig, state_dict: Mapping[str, Tensor], prefix: str) ->
 
 
 def _there(name: str | None, field: str, layout: Layout, prefix: str) -> str:
-    """The name that a layout has for what a field of the config asks for."""
+    """The layout's name for the tensor that a field of the config asks for."""
     if name is None:
         raise ValueError(
             f"{field} is True, and what is under {prefix!r} has none: it is stored as "
@@ -225,13 +225,13 @@ class _Experts:
         self._formats = found.formats
         self._shared_formats = {} if found.shared is None else found.shared.formats
         self._experts = experts
-        self._place = place  # of those that share out experts, whose they are, and how many
+        self._place = place  # the rank among those that divide experts, and their number
         self._in_order = in_order  # as `MoEConfig.experts_of` says
         self._device = device
-        self._slicing, self._rank = slices  # how experts are cut, and who holds them
+        self._slicing, self._rank = slices  # how experts are cut, and which rank holds them
         self._part = self._slicing.cut(cfg)  # the config of a slice
-        self._stored = 0  # bytes of what was quantised, in the file
-        self._held = 0  # and dequantised
+        self._stored = 0  # bytes of quantized tensors, in the file
+        self._held = 0  # and dequantized
 
     def block(self) -> dict[str, Tensor]:
         """Both weights, and biases."""
@@ -277,7 +277,7 @@ class _Experts:
         return Stored(names_, whole, mine, number, halves, gates and self._layout.interleaved)
 
     def shared_block(self, found: SharedNames) -> dict[str, Tensor]:
-        """Both weights of the shared experts, and what weighs them."""
+        """Both weights of the shared experts, and their gate."""
         cfg, layout = self._cfg, found.layout
         if cfg.shared_weight_format is None:
             block = self._shared_matrices(found)
@@ -294,7 +294,7 @@ class _Experts:
         return block
 
     def _shared_matrices(self, found: SharedNames) -> dict[str, Tensor]:
-        """Both weights, in numbers."""
+        """Both weights, dequantized."""
         cfg, layout = self._cfg, found.layout
         n, width = cfg.shared_experts, cfg.shared_intermediate
         halves = cfg.shared_w1_rows // width  # gate and up, or one
@@ -313,7 +313,7 @@ class _Experts:
         return {"shared_w1": w1.flatten(1, 2), "shared_w2": w2}
 
     def _held_shared(self, found: SharedNames, wanted: WeightFormat) -> dict[str, Tensor]:
-        """The same as they are shipped: codes and scales, by their names in the layer."""
+        """The shared experts as they are shipped: codes and scales, by their names in the layer."""
         cfg, part, layout = self._cfg, self._part, found.layout
         n, width = cfg.shared_experts, cfg.shared_intermediate
         if n > 1:
@@ -369,7 +369,7 @@ class _Experts:
         shape: tuple[int, int],
         row: StoredFormat | None = None,
     ) -> Tensor:
-        """A matrix of the shared experts, dequantised, on this device."""
+        """A matrix of the shared experts, dequantized, on this device."""
         row = row or found.formats[matrix]
         parts = self._whole_parts(found, matrix, row, shape)
         made = _matrix_of(row, parts, shape, lambda part: found.prefix + part_name(matrix, part))
@@ -378,7 +378,7 @@ class _Experts:
         return made.contiguous()
 
     def say_what_it_costs(self) -> None:
-        """Warns of the memory that dequantised weights take, if there are any."""
+        """Warns of the memory that dequantized weights take, if there are any."""
         routed = self._formats.values() if self._cfg.weight_format is None else ()
         shared = self._shared_formats.values() if self._cfg.shared_weight_format is None else ()
         every = (*routed, *shared)
@@ -406,8 +406,8 @@ class _Experts:
         return made
 
     def _held_matrices(self, name: str, stored: Stored) -> dict[str, Tensor]:
-        """The same in the config's format, as they are shipped: codes and scales, by their names in
-        the layer.
+        """The routed experts' matrix in the config's format, as it is shipped: codes and scales, by
+        their names in the layer.
         """
         wanted = self._cfg.weight_format
         assert wanted is not None
@@ -429,13 +429,13 @@ class _Experts:
         return _by_name(name, made)
 
     def _mine_of(self, whole: Tensor, mine: torch.Size, halves: int = 1) -> Tensor:
-        """Of what experts have, [X, ...], this rank's slice of that shape; or all of it."""
+        """This rank's slice, of shape `mine`, of an experts' tensor [X, ...]; or all of it."""
         return self._slicing.part(whole, whole.shape, mine, halves, self._rank)
 
     def _rooms(
         self, number: int, wanted: WeightFormat, shape: tuple[int, ...], halves: int
     ) -> list[Tensor | None]:
-        """For codes, scales and second scales of so many matrices."""
+        """Empty tensors for codes, scales and second scales of `number` matrices."""
         kept, (rows, columns) = FORMATS[wanted], shape
         each: list[tuple[tuple[int, ...], torch.dtype]] = [
             (kept.code_shape(rows, columns), kept.code_dtype),
@@ -453,15 +453,15 @@ class _Experts:
         return self._prefix + part_name(template, part).format(self._experts[local])
 
     def _count(self, row: StoredFormat, parts: Mapping[str, Tensor], taken: int, kept: int) -> None:
-        """Adds a matrix of which so many numbers were taken, and so many kept, to what dequantised
-        ones take.
+        """Adds a matrix of which `taken` numbers were read and `kept` numbers are kept to the
+        memory of dequantized weights.
         """
         if row is not PLAIN:
             self._stored += sum(part.nbytes for part in parts.values()) * kept // taken
             self._held += kept * self._cfg.dtype.itemsize
 
     def _vectors(self, stored: Stored) -> Tensor:
-        """[X, length]: the same of biases."""
+        """The biases, [X, length]."""
         made = self._empty(stored.mine)
         for number, template in enumerate(stored.names):
             into = made.chunk(len(stored.names), 1)[number]
@@ -470,7 +470,7 @@ class _Experts:
         return made
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        """Of each of these experts; in the layer's dtype where none is given."""
+        """An empty tensor with `shape` for each expert; by default in the layer's dtype."""
         shape = (len(self._experts), *shape)
         return torch.empty(shape, dtype=dtype or self._cfg.dtype, device=self._device)
 
@@ -492,10 +492,9 @@ class _Experts:
     def _each(
         self, template: str, row: StoredFormat, stored: Stored
     ) -> Iterator[tuple[int, dict[str, Tensor], tuple[int, ...]]]:
-        """The parts of the tensor of one name of each of the experts, which are numbered from 0,
-        and its shape: of it what this rank takes, where parts can be cut, or all.
-
-        A bias, too, is such a tensor, of one part.
+        """The parts and the shape of each expert's tensor of one name; experts are numbered from 0.
+        Parts that can be cut are this rank's slice, others are whole. A bias, too, is such a
+        tensor, of one part.
         """
         shape = stored.each
         if self._layout.stacked:
@@ -511,13 +510,13 @@ class _Experts:
                 yield local, parts, stored.my_each if cuts else shape
             return
         names = {part: part_name(template, part) for part in row.parts}
-        # A file has no DTensor, and nothing of it is to be read twice.
+        # A file has no DTensor, and must not be read twice.
         gathered = not isinstance(self._state_dict, files.ByParts) and any(
             sharding.is_cut(self._state_dict.get(self._prefix + name.format(expert)))
             for name in names.values()
-            for expert in (self._experts or range(1))[:1]  # who has none gathers with the others
+            for expert in (self._experts or range(1))[:1]  # an empty rank gathers, too
         )
-        # To gather is collective: then each rank asks for all experts, in the same order.
+        # Gathering is collective: each rank then asks for all experts, in the same order.
         for expert in range(self._cfg.experts) if gathered else self._experts:
             parts = {}
             cuts = self._cuts(row, stored, {p: name.format(expert) for p, name in names.items()})
@@ -540,8 +539,9 @@ class _Experts:
     def _cuts(
         self, row: StoredFormat, stored: Stored, names_: Mapping[str, str], dims: int = 0
     ) -> dict[str, Cut | None]:
-        """What this rank takes of the parts with these names, and None of what it takes all; none
-        where it takes all of each. `dims`: the dimensions before the expert's own.
+        """The cuts that this rank takes of the parts with these names; None for a part that it
+        takes whole; empty where it takes all parts whole. `dims`: the dimensions before the
+        expert's own.
         """
         if row is PLAIN:
             return {} if stored.cut is None else {"weight": stored.cut}
@@ -550,7 +550,7 @@ class _Experts:
             return {}  # nothing has to be read
         full = {part: self._prefix + name for part, name in names_.items()}
         if not all(name in tensors for name in full.values()):
-            return {}  # who reads them tells
+            return {}  # the reader raises for missing parts
         return stored.cuts(
             row.grains, {part: tensors.shape_of(name)[dims:] for part, name in full.items()}
         )
@@ -558,7 +558,7 @@ class _Experts:
     def _one(
         self, name: str, row: StoredFormat, shape: tuple[int, ...], cut: Cut | None = None
     ) -> Tensor:
-        """A tensor of one expert; of a file no more than `cut`, where there is one."""
+        """A tensor of one expert; from a file only `cut`, if given."""
         if row is PLAIN:
             if cut is not None and isinstance(self._state_dict, files.ByParts):
                 return _read_cut(self._state_dict, name, shape, cut)
@@ -572,8 +572,8 @@ class _Experts:
     def _stacked(
         self, name: str, row: StoredFormat, shape: tuple[int, ...], cut: Cut | None
     ) -> Callable[[int], Tensor]:
-        """What reads, of a tensor of all experts, that of one of these; of it no more than `cut`,
-        where there is one.
+        """A function that reads one of these experts from a tensor of all experts; only `cut` of
+        it, if given.
         """
         cfg, layout = self._cfg, self._layout
         padded = layout.zero_experts_padded and not name.startswith(layout.second)
@@ -631,7 +631,7 @@ def _matrix_of(
     shape: tuple[int, int],
     name: Callable[[str], str],
 ) -> Tensor:
-    """A matrix of its parts; `name`: of each of them, for errors."""
+    """A matrix from its parts; `name`: names each part in errors."""
     with _named(name):
         require_finite(row, parts)
         return row.dequantise(parts, shape)
@@ -639,7 +639,7 @@ def _matrix_of(
 
 @contextlib.contextmanager
 def _named(name: Callable[[str], str], field: str = "weight_format") -> Iterator[None]:
-    """Makes `ValueError`, with the name of the part, of what does not fit.
+    """Raises `ValueError`, with the name of the part, for `Unfit`.
 
     `field`: what the config calls the format.
     """
@@ -657,7 +657,7 @@ def _named(name: Callable[[str], str], field: str = "weight_format") -> Iterator
 
 
 def _in_order(rows: Tensor, interleaved: bool) -> Tensor:
-    """Gate rows, then up rows, of rows that take turns."""
+    """Gate rows, then up rows, from interleaved rows."""
     return torch.cat((rows[0::2], rows[1::2])) if interleaved else rows
 
 
@@ -666,7 +666,7 @@ def _needed(shape: tuple[int, ...]) -> str:
 
 
 def _read(state_dict: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
-    """A tensor that is not quantised."""
+    """A tensor that is not quantized."""
     _require_there(state_dict, name, shape)
     tensor = _take(state_dict, name)
     _require_fits(name, tuple(tensor.shape), shape)
@@ -674,7 +674,7 @@ def _read(state_dict: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -
 
 
 def _read_cut(tensors: files.ByParts, name: str, shape: tuple[int, ...], cut: Cut) -> Tensor:
-    """A part of one in a file; nothing else of it is read."""
+    """A part of such a tensor in a file; nothing else of it is read."""
     _require_there(tensors, name, shape)
     _require_fits(name, tensors.shape_of(name), shape)
     return _require_numbers(name, _runs(tensors, name, cut))
@@ -701,7 +701,7 @@ def _require_fits(name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> 
 
 
 def _require_numbers(name: str, tensor: Tensor) -> Tensor:
-    """The tensor, unless it is quantised."""
+    """The tensor, unless it is quantized."""
     if tensor.dtype not in LOADABLE:
         raise ValueError(f"{name} is {tensor.dtype}; {HOW_TO_DEQUANTISE}")
     return tensor

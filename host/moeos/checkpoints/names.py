@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the layout of a block by the names of its tensors, and says what is wrong with them.
 
-It sees names and a config, and never a tensor: no shape decides how a block is read.
+This file must not depend on tensors: no shape decides how a block is read.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Names(NamedTuple):
 
 
 class _Look(NamedTuple):
-    """What of a block's names a layout has a use for; names are those below the prefix, with `{}`
-    for an expert's number.
+    """The names of a block that a layout uses; names are those below the prefix, with `{}` for an
+    expert's number.
     """
 
     layout: Layout
@@ -115,9 +115,9 @@ def look_through(cfg: MoEConfig, names: Iterable[str], prefix: str, ignore: Sequ
 def _require_known_experts(
     cfg: MoEConfig, look: _Look, below: Mapping[str, list[str]], prefix: str
 ) -> None:
-    """Raises for a tensor of an expert that the config has not."""
+    """Raises for a tensor of an expert that the config does not have."""
     for name, ends in below.items():
-        # What a file has for experts that return x is read past.
+        # A file's tensors for experts that return x are skipped.
         padded = look.layout.zero_experts_padded and look.parts.get(name, ("",))[0] != (
             look.layout.second
         )
@@ -131,7 +131,7 @@ def _require_known_experts(
 
 
 def no_selection_bias(prefix: str, layout: Layout, experts: int) -> str:
-    """What is said where a config needs a selection bias that is not there."""
+    """The error text for a missing selection bias that the config needs."""
     return (
         f"no selection bias is under {prefix!r}, such as {layout.selection_biases[0]!r}; this "
         f"config needs one with shape {[experts]}"
@@ -141,7 +141,7 @@ def no_selection_bias(prefix: str, layout: Layout, experts: int) -> str:
 def _best(
     cfg: MoEConfig, below: Mapping[str, list[str]], ignored: tuple[str, ...], prefix: str
 ) -> _Look:
-    """The layout that has a use for all names and lacks none, or the one that is nearest."""
+    """The layout that uses all names and lacks none, or else the nearest one."""
     rows = _candidates(cfg)
     looks = [_look(layout, below, ignored) for layout in rows]
     least = min(len(look.missing) + len(look.unused) for look in looks)
@@ -197,7 +197,7 @@ def _parts_of(layout: Layout) -> dict[str, tuple[str, str]]:
 
 
 def _own_names(layout: Layout) -> set[str]:
-    """What else a layout has than experts' matrices."""
+    """The names of a layout other than those of experts' matrices."""
     single = (layout.router, layout.router_bias, layout.expert_scale, layout.router_scale)
     names = (*single, layout.experts_norm, *layout.selection_biases, *layout.biases)
     return {name for name in names if name is not None}
@@ -257,7 +257,7 @@ def _refuse_parts(
 
 
 def _require_allowed(cfg: MoEConfig, layout: Layout, first: Mapping[str, str], prefix: str) -> None:
-    """Raises for a tensor that the config says the layer has not."""
+    """Raises for a tensor that the layer does not have by its config."""
     flags = {
         "bias": layout.biases,
         "selection_bias": layout.selection_biases,
@@ -277,7 +277,7 @@ def _require_allowed(cfg: MoEConfig, layout: Layout, first: Mapping[str, str], p
 
 
 def _not_used(unused: list[str], prefix: str, look: _Look, cfg: MoEConfig) -> str:
-    """What is said of tensors that the layer has no use for: the first of them, and a remedy."""
+    """The error text for unused tensors: the first of them, and a remedy."""
     name = next((name for name in unused if name in look.layout.callers), unused[0])
     others = f", and {len(unused) - 1} more tensors under {prefix!r}," if len(unused) > 1 else ""
     if name in look.layout.callers:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds a block's shared experts by the names of their tensors.
 
-As `names.py` it sees names and a config, and never a tensor.
+Like `names.py` this file must not depend on tensors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SharedNames(NamedTuple):
     prefix: str
 
     def names(self, cfg: MoEConfig) -> list[str]:
-        """What may be there of them, behind the prefix."""
+        """The names that may exist after the prefix."""
         gate = [self.layout.gate] if cfg.shared_gate and self.layout.gate is not None else []
         return [*stored_matrices.parts_of(self.layout.matrices, self.layout.formats), *gate]
 
@@ -76,7 +76,7 @@ def require_not_ignored(cfg: MoEConfig, name: str, is_ignored: bool, ignore: Seq
 
 
 def why_unused(cfg: MoEConfig, name: str) -> str:
-    """What of a config leaves a tensor unused that may be of shared experts; "" where nothing."""
+    """Why a config leaves a tensor unused that may be of shared experts; "" if it does not."""
     rows = layouts.SHARED
     if cfg.shared_experts == 0 and any(
         name in stored_matrices.parts_of(row.matrices, row.formats) for row in rows
@@ -95,7 +95,7 @@ def _candidates(cfg: MoEConfig) -> Sequence[SharedLayout]:
 
 
 def _before(row: SharedLayout, prefix: str) -> str:
-    """What stands before a row's names: a block's prefix, or that of the module around it."""
+    """The prefix of a row's names: a block's prefix, or that of the module around it."""
     if not row.beside:
         return prefix
     around = prefix.removesuffix(".").rpartition(".")[0]

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The names under which a layer keeps its tensors: as parameters, so in state dicts, too.
 
-What is of a weight format has the format in its name, such as w1_mxfp4. Codes of one format look
-like those of another, and of scales not even the shape need differ. Who reads a checkpoint by name
-alone (`torch.distributed.checkpoint`, accelerate) then misses a name where it would take one
-format for another. This file knows configs and names, and nothing of layers or of what tensors
-hold.
+A tensor of a weight format has the format in its name, such as w1_mxfp4. Codes of one format look
+like those of another, and even their scales may have equal shapes. A reader that goes by names
+alone (`torch.distributed.checkpoint`, accelerate) then misses a name instead of taking one format
+for another. This file must not depend on layers or on what tensors hold.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ _FIELDS = {
     **dict.fromkeys(("w1", "w2", *call_checks.SCALES), "weight_format"),
     **dict.fromkeys(("shared_w1", "shared_w2", *call_checks.SHARED_SCALES), "shared_weight_format"),
 }
-"""The fields of a config that say the formats of what a call knows under these names."""
+"""The config fields with the formats of the tensors that a call knows by these names."""
 
 OWN = tuple(name for name in call_checks.OWN if name not in call_checks.ROUTER)
-"""What a layer has beside its gate, as a call knows it and in the call's order."""
+"""The names, as a call knows them and in the call's order, of a layer's tensors but the gate's."""
 
 
 def state_name(cfg: MoEConfig, name: str) -> str:
@@ -34,10 +33,9 @@ def state_name(cfg: MoEConfig, name: str) -> str:
 
 
 def take_other_formats(cfg: MoEConfig, state: dict[str, Any], prefix: str) -> list[str]:
-    """Takes out of a state dict what has the names of another format than the layer's, or of none.
-    Returns why it must not be loaded, for each format.
-
-    Also where the layer's own are there: some readers add what a model has and a file has not.
+    """Removes from a state dict the tensors named for a format other than the layer's, or for none.
+    Returns why they must not be loaded, for each format. The layer's own names may be there as
+    well: some readers add what a model has and a file lacks.
     """
     said = []
     for field, number in (

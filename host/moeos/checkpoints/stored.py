@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which part of a stored tensor of an expert a rank takes: all of it, or its slice.
 
-It knows shapes, and which rows of gate and up belong together. It knows no names, no format and no
-file.
+This file knows shapes and which rows of gate and up belong together; it must not depend on names,
+formats or files.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ class Cut:
     runs: tuple[tuple[int, int], ...]
 
     def turned(self) -> Cut:
-        """The same of a matrix that lies the other way."""
+        """This cut of the transposed matrix."""
         return Cut(1 - self.dim, self.runs)
 
     def indices(self, dims: int) -> list[tuple[slice, ...]]:
-        """By run, which elements of a tensor with so many dimensions it has."""
+        """By run, which elements of a tensor with `dims` dimensions the cut has."""
         before = (slice(None),) * self.dim
         after = (slice(None),) * (dims - self.dim - 1)
         return [(*before, slice(*run), *after) for run in self.runs]
 
     def of(self, tensor: Tensor) -> Tensor:
-        """It of a tensor: a view where it can be."""
+        """This cut of a tensor: a view where possible."""
         return self.joined([tensor[index] for index in self.indices(tensor.dim())])
 
     def joined(self, runs: list[Tensor]) -> Tensor:
-        """What the runs are together."""
+        """The runs, joined."""
         if len(runs) == 1:
             return runs[0]
         if runs[0].element_size() == 1:  # not all numbers of 8 bits can be joined
@@ -102,11 +102,11 @@ class Stored:
         grains: Mapping[str, tuple[tuple[int, int], ...]],
         shapes: Mapping[str, tuple[int, ...]],
     ) -> dict[str, Cut | None]:
-        """The same of each part of such a tensor, by its name in `shapes`.
+        """What this rank takes of each part of such a tensor, by the part's name in `shapes`.
 
-        None at all where parts have to be taken whole: where their shapes are not those of the
-        matrix's format, or a slice ends amid an element. `grains`: of a part the rows and columns
-        for which an element stands, 0 for all of them; the first that fits its shape counts.
+        Empty where parts have to be taken whole: where their shapes are not those of the matrix's
+        format, or a slice ends inside an element. `grains`: the rows and columns for which an
+        element of a part stands, 0 for all of them; the first that fits the part's shape counts.
         """
         cut, found = self.cut, dict[str, Cut | None]()
         if cut is None:
@@ -129,7 +129,7 @@ class Stored:
         return found
 
     def _fits(self, grain: tuple[int, int], shape: tuple[int, ...]) -> bool:
-        """Whether elements that stand for so many rows and columns have this shape."""
+        """Whether elements that stand for this many rows and columns have this shape."""
         grid = [
             1 if n == 0 else -(-length // n) for n, length in zip(grain, self.each, strict=True)
         ]

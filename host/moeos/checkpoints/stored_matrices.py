@@ -2,7 +2,8 @@
 """The formats that models ship their experts' matrices in, and what each means in numbers.
 
 A matrix is stored as one tensor or several parts, whose names differ in their ends. A row of
-`FORMATS` names the parts; its function makes the matrix of them. Nothing here knows a model.
+`FORMATS` names the parts; its function makes the matrix from them. This file must not depend on
+models.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Unfit(Exception):
 
     Attributes:
         part: the end of its name.
-        reason: what is said after the name.
+        reason: the error text after the name.
         instead: the format with which a layer takes the matrix, None for numbers; () where it takes
             it with none.
     """
@@ -69,7 +70,7 @@ class StoredFormat:
         parts: the ends of the names of what it needs.
         dequantise: these, and the matrix's shape [rows, columns], to the matrix in float32, or in
             the dtype of what is not quantised. Raises `Unfit`.
-        unused: ends of names that may stand beside them: of what a matrix does not need, such as
+        unused: ends of names that may stand next to them: of what a matrix does not need, such as
             the scales of activations.
         held_as: the formats of a layer that can be it as it is shipped; see `hold`.
         grains: of each part the rows and columns of the matrix for which one element stands, 0 for
@@ -172,8 +173,8 @@ def _codes_of_8_bits(parts: Parts, shape: tuple[int, int]) -> Tensor:
 
 
 def _everywhere(part: str, scale: Tensor, shape: tuple[int, int]) -> Tensor:
-    """What multiplies a matrix, or is taken from it, in float32: [rows, columns], or what expands
-    to that. `scale`: a number a matrix, a row, a group of a row's columns, or a block.
+    """The factor of a matrix, or the offset subtracted from it, in float32: [rows, columns], or
+    what expands to that. `scale`: a number a matrix, a row, a group of a row's columns, or a block.
     """
     rows, columns = shape
     grid = _grid(part, scale, shape)
@@ -249,7 +250,7 @@ def _two_scales(
 
 
 def _scales_of_groups(parts: Parts, of_all: str, power: int, shape: tuple[int, int]) -> Tensor:
-    """What multiplies the scales of groups: [1, 1]. Raises where these do not fit, too."""
+    """The factor of the scales of groups: [1, 1]. Also raises where these do not fit."""
     groups = (shape[0], shape[1] // NV_GROUP)
     _require("weight_scale", parts["weight_scale"], (torch.float8_e4m3fn,), groups)
     if parts[of_all].numel() != 1:
@@ -355,7 +356,7 @@ def _fp8_scale(parts: Parts, shape: tuple[int, int], wanted: WeightFormat) -> Te
 
 
 def _refuse_other_grid(grid: Tensor, shape: tuple[int, int], wanted: WeightFormat) -> None:
-    """Raises for scales of which a format has others."""
+    """Raises for scales that a format has differently."""
     own: WeightFormat | None
     if grid.numel() == 1:
         own, each = "fp8_tensor", "the matrix"
@@ -552,8 +553,8 @@ def parts_of(matrices: Sequence[str], allowed: Sequence[str]) -> dict[str, tuple
 
 
 def require_format(shown: str, found: Sequence[str], allowed: Sequence[str]) -> StoredFormat:
-    """The same as `of_parts` of parts of which there are some, the first of them called `shown`;
-    raises `ValueError` where there is no such format.
+    """The format that `of_parts` finds for at least one part, the first of them called `shown`;
+    raises `ValueError` where there is none.
     """
     row = of_parts(found, allowed)
     if row is None:

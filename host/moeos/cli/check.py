@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks a layer's outputs against the float64 reference.
 
-Each rank checks its own tokens, with the weights of all experts, which the ranks show each other.
-This file knows nothing of where tokens come from or of what is reported.
+Each rank checks its own tokens, with the weights of all experts, which the ranks share. This file
+must not depend on where tokens come from or on what is reported.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ALIGNMENT = 64
 
 @dataclasses.dataclass(frozen=True)
 class CheckResult:
-    """What the check of one rank found.
+    """The result of one rank's check.
 
     Attributes:
         errors: for each call the relative Frobenius error of the checked tokens' outputs.
@@ -104,7 +104,7 @@ class Checker:
         self._samples.append(_Sample(batch.x[rows], out.cpu()[rows], ids[rows], weights[rows]))
 
     def compare(self) -> CheckResult:
-        """The errors of all calls that were kept. Collective: weights are shown to all ranks."""
+        """The errors of all calls that were kept. Collective: ranks share their weights."""
         weights = share_weights(self._layer)
         shared = {name: weights.get(name, own) for name, own in self._shared.items()}
         samples = self._samples
@@ -132,12 +132,12 @@ class Checker:
 
 def share_weights(layer: MoELayer) -> dict[str, Tensor]:
     """The weights of all experts, in the layer's dtype: w1 and w2, b1 and b2 where it has them, and
-    shared_w1 and shared_w2 where they are cut. Those of a format are what their codes stand for.
-    Where an activation format multiplies codes by codes, nothing rounds them to that dtype: they
-    are float32.
+    shared_w1 and shared_w2 where they are cut. Quantized weights are dequantized. Where an
+    activation format multiplies codes by codes, nothing rounds the weights to that dtype: they are
+    float32.
 
-    Collective. Each rank copies its own into rank 0's part of a new heap in this machine's memory,
-    and all see them there: one copy for all ranks. It is gone when the world is closed.
+    Collective. Each rank copies its own weights into rank 0's part of a new heap in this machine's
+    memory, so all ranks read one copy. The heap is gone when the world is closed.
     """
     world = layer.world
     cfg = layer.cfg
@@ -168,7 +168,7 @@ def share_weights(layer: MoELayer) -> dict[str, Tensor]:
 
 
 def _write_own(layer: MoELayer, name: str, every: Tensor) -> None:
-    """Puts what this rank has of a tensor, in numbers, where it belongs in that of all experts."""
+    """Copies this rank's part of a tensor, dequantized, into the tensor of all experts."""
     assert layer.experts is not None  # `Checker` has one of a world
     slicing, world = layer.experts.slicing, layer.world
     own: Sequence[int] = range(len(every))  # shared experts, which all ranks have
@@ -180,7 +180,7 @@ def _write_own(layer: MoELayer, name: str, every: Tensor) -> None:
 
 
 def _numbers(layer: MoELayer, name: str, expert: int) -> Tensor:
-    """What one of this rank's experts has under a name, in numbers."""
+    """The dequantized tensor called `name` of one of this rank's experts."""
     weight: Tensor = getattr(layer, name).detach()
     of_shared = name in call_checks.SHARED
     format_name = layer.cfg.shared_weight_format if of_shared else layer.cfg.weight_format

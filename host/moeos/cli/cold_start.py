@@ -14,9 +14,9 @@ from moeos.cli.shared.meeting import StreamMeeting
 
 
 class ColdStart:
-    """Prepares this rank's GPU for calls that begin so. Collective.
+    """Prepares this rank's GPU for calls that begin cold. Collective.
 
-    `group`: by which ranks meet. Those of one process have none, for one launch begins them all.
+    Ranks meet through `group`. Ranks of one process have none, for one launch begins them all.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:

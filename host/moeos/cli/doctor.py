@@ -151,7 +151,7 @@ def _measure(console: Console, tried: Sequence[Link]) -> dict[str, dict[str, flo
 
 
 def _try_links(try_links: Callable[[], list[Link]]) -> tuple[Finding, list[Link]]:
-    """What is found of all links together, and of each."""
+    """The finding on all links together, and each link."""
     try:
         tried = try_links()
     except RuntimeError as error:

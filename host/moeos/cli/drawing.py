@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""matplotlib, which draws the plots and is not installed everywhere. It knows no plot."""
+"""matplotlib, which draws the plots and is not installed everywhere. This file must not depend on
+any plot.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ def matplotlib() -> Any:
 
 
 def figure(width: float, height: float) -> Any:
-    """An empty figure of so many inches, of no window. Raises as `matplotlib` does."""
+    """An empty figure of this size in inches, without a window. Raises as `matplotlib` does."""
     matplotlib()
     return importlib.import_module("matplotlib.figure").Figure(figsize=(width, height))
 

@@ -100,11 +100,11 @@ class Work:
     bytes_by_peer: tuple[int, ...]
 
     def bytes_over_links(self, node: int) -> int:
-        """What rank 0 writes into the memory of ranks of its node, which has so many."""
+        """What rank 0 writes into the memory of the `node` ranks of its node."""
         return sum(self.bytes_by_peer[:node])
 
     def bytes_over_network(self, node: int) -> int:
-        """What it sends to the ranks of other nodes."""
+        """What rank 0 sends to the ranks of other nodes."""
         return sum(self.bytes_by_peer[node:])
 
     def floors(
@@ -113,7 +113,7 @@ class Work:
         """Seconds that each limit of a GPU alone would need; no call can be faster than any.
 
         compute: FLOPs at the dense BF16 rate, the experts' at theirs. link: bytes to peers of a
-        node of so many ranks. network: those to others, where a rank sends `network` bytes/s.
+        node of this many ranks. network: those to others, where a rank sends `network` bytes/s.
         memory: reading the weights.
         """
         seconds = {
@@ -131,8 +131,8 @@ def sizes_by_row_map(cfg: MoEConfig, ranks: int, slicing: Slicing = WHOLE) -> di
     """The sizes with each row map, for a rank with one processor.
 
     Raises:
-        ValueError: there are too few or too many ranks, or the runtime cannot number so many rows
-            or tasks.
+        ValueError: there are too few or too many ranks, or more rows or tasks than the runtime can
+            number.
     """
     found: dict[RowMap, Sizes] = {}
     for row_map in get_args(RowMap):
@@ -151,7 +151,7 @@ def sizes_by_row_map(cfg: MoEConfig, ranks: int, slicing: Slicing = WHOLE) -> di
 
 
 def saved_bytes(cfg: MoEConfig, ranks: int, tokens: int, slicing: Slicing) -> dict[str, int]:
-    """By `MoEConfig.save`, what a call with so many tokens keeps for its backward on rank 0: its
+    """By `MoEConfig.save`, what a call with `tokens` tokens keeps for its backward on rank 0: its
     routing and rows of the first product. Nothing where a layer has no backward.
     """
     if cfg.in_numbers() != cfg:
@@ -231,7 +231,8 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int, slicing: Slicing = WHOLE) -
         dispatches = sum(sizes.dispatch_parts(sum(chunks_to_rank), n) for n in to_rank)
     once = [peer for peer in range(1, ranks) if sizes.deduplicates(to_rank[peer])]
 
-    # Of the other ranks only what they send to rank 0: all would be P times E numbers.
+    # The other ranks' rows are counted only where they go to rank 0: all would be P times E
+    # numbers.
     by_expert = [*zip(*(rows(source, range(local)) for source in range(ranks)), strict=True)]
     planned, product0_parts, product1_parts = sizes.plan(by_expert)
     tiles = padding = received = busy_experts = replicated = 0
@@ -263,7 +264,7 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int, slicing: Slicing = WHOLE) -
         _rows_once(cfg, sizes, held[peer], sent, tokens) if peer in once else to_rank[peer]
         for peer in peers
     ]
-    # Of each of them the other way: `starts` are now what it has sent to rank 0.
+    # `starts` now holds how many rows each peer has sent to rank 0.
     dispatch_bytes = [rows * sizes.sent_bytes for rows in dispatched]
     combine_bytes = [starts[peer] * sizes.returned_bytes for peer in peers]
     flag_bytes = [4 * (chunks_to_rank[peer] + flags[peer] + origins[peer]) for peer in peers]
@@ -309,8 +310,8 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int, slicing: Slicing = WHOLE) -
 
 
 def _work_of_slice(cfg: MoEConfig, ranks: int, tokens: int, slicing: Slicing) -> Work:
-    """Of a rank with slices of experts: it does what a rank does that shares out experts with those
-    of its slice, and sends sums to the others of its group, which come first.
+    """The work of a rank with slices of experts: that of a rank which divides experts among the
+    ranks of its slice, and the sums it sends to the rest of its group, which come first.
     """
     cut, others = slicing.cut(cfg), slicing.slices - 1
     whole = work_of(cut, slicing.holders(ranks), tokens)
@@ -336,7 +337,7 @@ def _work_of_slice(cfg: MoEConfig, ranks: int, tokens: int, slicing: Slicing) ->
 
 
 def _sizes_of(cut: MoEConfig, ranks: int, slicing: Slicing) -> _runtime.Sizes:
-    """Of a rank with one processor of the twin; `cut`: the config of one slice."""
+    """The sizes of a rank with one processor of the twin; `cut`: the config of one slice."""
     _, world = slicing.place(0, ranks)
     places = cut.experts_per_rank(slicing.holders(ranks)) if slicing.apart else 0
     rows = slicing.sizes(cut, slicing.holders(ranks))
@@ -347,8 +348,7 @@ def _rows_once(
     cfg: MoEConfig, sizes: _runtime.Sizes, own: range, sent: Sequence[int], tokens: int
 ) -> int:
     """Rows of rank 0 that cross to a peer which gets each token once: those of the first chunks,
-    and behind them the first of each token. `own`: the peer's experts; `sent`: rows for each of
-    all.
+    and after them the first of each token. `own`: the peer's experts; `sent`: rows for each of all.
     """
     rows = sent[own.start : own.stop]
     pair = numpy.arange(tokens * cfg.top_k).reshape(tokens, cfg.top_k)
@@ -368,7 +368,7 @@ def _expert_bytes(cfg: MoEConfig) -> int:
 
 
 def expert_bytes_by_name(cfg: MoEConfig) -> dict[str, int]:
-    """Of each tensor of one expert, by its name in the layer."""
+    """The bytes of each tensor of one expert, by its name in the layer."""
     every = (*expected_weights(cfg, 1), *expected_scales(cfg, 1))
     return {
         wanted.name: wanted.shape.numel() * wanted.dtype.itemsize

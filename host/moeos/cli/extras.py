@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The extras that moeos is installed with: what each is for, and which of its packages are here.
 
-What an extra brings is read from moeos' own metadata. This file knows nothing of how findings are
+What an extra brings is read from moeos' own metadata. This file must not depend on how findings are
 shown.
 """
 
@@ -32,13 +32,13 @@ PURPOSES: Mapping[str, str] = {
     "transformers": "`moeos.integrations.transformers`",
     "vllm": "`moeos.integrations.vllm`, in an environment of its own",
 }
-"""By the name of the extra; README's table shows the same."""
+"""Packages by the name of the extra; README's table repeats them."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def packages_of(extra: str) -> list[str]:
-    """The names of the packages that an extra brings beside those that moeos always needs."""
+    """The names of the packages that an extra adds to those that moeos always needs."""
     asked = re.compile(rf"\bextra *== *['\"]{re.escape(extra)}['\"]")
     found = []
     for requirement in importlib.metadata.requires("moeos") or []:
@@ -48,7 +48,7 @@ def packages_of(extra: str) -> list[str]:
 
 
 def findings() -> list[Finding]:
-    """One for each extra."""
+    """A finding for each extra."""
     return [_finding(extra, purpose) for extra, purpose in PURPOSES.items()]
 
 

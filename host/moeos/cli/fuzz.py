@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`moeos fuzz`: the device OS in orders that nobody has tried, with faults that nobody expects."""
+"""`moeos fuzz`: the device OS in untried orders, with unexpected faults."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def execute(seconds: float, seed: int, replay: str | None, json_file: Path | Non
 
 
 def document(found: Found, seconds: float, seed: int) -> dict[str, Any]:
-    """The figures as JSON has them; `python -m bench.report` makes tables of it."""
+    """The figures for JSON; `python -m bench.report` makes tables of it."""
     return {
         "benchmark": "fuzz",
         "command": provenance.command("moeos.cli"),

@@ -4,7 +4,7 @@
 Every ordered pair of GPUs exchanges payload, flags and credits as a layer does, each round with a
 fresh pattern that the receiver checks, and then the sender's stores are timed. One process tries
 all GPUs that it sees by CUDA's peer access; ranks with a GPU each try each other's memory through
-the symmetric heap. Every wait has a deadline. This file knows nothing of how links are shown.
+the symmetric heap. Every wait has a deadline. This file must not depend on how links are shown.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SECONDS = 1.0
 DEADLINE = 2.0
 """Seconds that one wait of a kernel may take."""
 PAYLOAD_BYTES = 1 << 16
-"""Of a round."""
+"""Bytes that a round carries."""
 
 _SOURCE = "kernels/links.cu"
 _THREADS = 1024
@@ -59,7 +59,7 @@ _ADVICE = (
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """What came of trying one direction between two GPUs.
+    """The result of trying one direction between two GPUs.
 
     Attributes:
         source, destination: GPUs as this process numbers them, or ranks.
@@ -110,7 +110,7 @@ def try_world_links(world: World) -> list[Link]:
     pairs = list(itertools.permutations(range(world.size), 2))
     try:
         for pair in pairs:
-            world.control.barrier()  # nobody uses this rank's part any more
+            world.control.barrier()  # no rank uses this rank's part any more
             problem = _problem_of(gpu.clear)
             world.control.barrier()
             if world.rank in pair:
@@ -127,7 +127,9 @@ def try_world_links(world: World) -> list[Link]:
 def _try_half(
     gpu: Endpoint, rank: int, pair: tuple[int, int], addresses: Sequence[int], seconds: float
 ) -> Link:
-    """This rank's part in trying a link between ranks: what it sees as its sender or receiver."""
+    """This rank's part in trying a link between ranks: what the rank sees as the link's sender or
+    receiver.
+    """
     source, destination = pair
     rounds = 0
     bandwidth: float | None = None

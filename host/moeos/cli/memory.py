@@ -44,12 +44,12 @@ class RankMemory:
 
     @property
     def without_weights(self) -> int:
-        """What moeos itself takes."""
+        """Bytes that moeos takes without weights."""
         return sum(self.workspace.values())
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Bytes in all, with weights."""
         return self.without_weights + self.weights
 
 
@@ -121,7 +121,9 @@ def sizes_of(
     remote: bool = False,
     slicing: Slicing = WHOLE,
 ) -> _runtime.Sizes:
-    """Of a rank; arguments are as of `rank_memory`. `remote`: whether some peers get puts."""
+    """The sizes of a rank, with the arguments of `rank_memory`. `remote`: whether some peers get
+    puts.
+    """
     cut, (_, world) = slicing.cut(cfg), slicing.place(0, ranks)
     local = cfg.experts_per_rank(slicing.holders(ranks)) if slicing.apart else 0
     rows = slicing.sizes(cut, slicing.holders(ranks))

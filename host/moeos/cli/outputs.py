@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps what a run's calls were given and computed, and writes that of all ranks into one file.
 
-It knows nothing of layers, or of where tokens come from.
+This file must not depend on layers, or on where tokens come from.
 """
 
 from __future__ import annotations

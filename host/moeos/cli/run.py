@@ -56,7 +56,7 @@ Item = TypeVar("Item")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What the command line says; None where the config decides."""
+    """The options of the command line; None where the config decides."""
 
     config: Path
     slices: SliceOptions
@@ -80,7 +80,7 @@ class RunOptions:
 
 @dataclasses.dataclass(frozen=True)
 class _RunPlan:
-    """What this rank will run.
+    """This rank's part of the run.
 
     Attributes:
         tokens: of each call, or the most where they vary.
@@ -345,7 +345,7 @@ def _workload(
 
 
 def _conversion(given: torch.dtype, wanted: torch.dtype) -> str:
-    """What is said of numbers that the layer takes in another dtype."""
+    """The notice that the layer takes numbers in another dtype."""
     return "" if given == wanted else f", converted from {_name(given)} to {_name(wanted)}"
 
 
@@ -365,8 +365,8 @@ def _make_layer(plan: _RunPlan, world: moeos.World, options: RunOptions) -> moeo
 def _require_memory(world: moeos.World, plan: _RunPlan, options: RunOptions) -> None:
     """Raises `ValueError` if the layer does not fit into the memory that its ranks share.
 
-    On a GPU all of it is allocated. On the twin the system gives what is written: the weights for
-    certain, and of the buffers what the calls happen to need.
+    On a GPU all of it is allocated. On the twin only written memory is taken: all weights, and the
+    buffers as far as the calls need them.
     """
     sharing = world.size if world.control.shares_memory or world.backend == "twin" else 1
     needed = memory.rank_memory(
@@ -392,7 +392,7 @@ def _require_memory(world: moeos.World, plan: _RunPlan, options: RunOptions) -> 
             "lower max_tokens, or start ranks on more GPUs; `moeos plan` says what a layer takes",
         )
         return
-    # The check takes what codes mean.
+    # The check uses dequantized weights.
     dtype = plan.cfg.dtype if plan.cfg.activation_format is None else torch.float32
     plain = dataclasses.replace(plan.cfg.in_numbers(), dtype=dtype)
     of_rank = estimate.weight_bytes_per_rank(plain, world.size, plan.slicing)

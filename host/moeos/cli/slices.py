@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a command line says of how experts are cut over ranks, and of how calls of slices compute.
+"""Options for how experts are cut over ranks, and for how calls of slices compute.
 
-It knows the options and torch.distributed, and nothing of what commands do with a layer.
+This file must not depend on what commands do with a layer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ class SliceOptions:
     reduce: str = "auto"
 
     def slicing(self, ranks: int) -> Slicing:
-        """Of a world of so many ranks. Raises `ValueError` for what a layer would refuse."""
+        """The slicing of a world of `ranks` ranks. Raises `ValueError` for what a layer would
+        refuse.
+        """
         return slicing_of(
             self.parallel, "replicated", ranks, self.tensor_ranks, self.layout, self.reduce
         )
@@ -36,7 +38,7 @@ class SliceOptions:
 def may_all_reduce(world: moeos.World, cfg: moeos.MoEConfig, slicing: Slicing) -> bool:
     """Whether some call of a layer leaves its partial sums to torch.distributed.
 
-    Raises `ValueError` where they shall be left, and all ranks are of this process.
+    Raises `ValueError` where they must be left and all ranks are of this process.
     """
     if not slicing.may_leave_partials(slicing.cut(cfg)):
         return False

@@ -2,8 +2,8 @@
 """What the script `moeos` starts. From its first line on Ctrl-C ends the command with status 130.
 
 The script would else end with a traceback of whatever is being imported, which takes seconds. So
-this file imports next to nothing, nor do the packages that it lies in. It knows nothing of what
-the command does but that `KeyboardInterrupt` ends it.
+this file imports next to nothing, nor do the packages that it lies in. This file must not depend on
+what the command does but that `KeyboardInterrupt` ends it.
 
 Not covered: the milliseconds before this is imported.
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Standard output and standard error as a command needs them: whatever reads them, or nothing does.
+"""Standard output and standard error as a command needs them, whatever reads them.
 
-Knows what terminals and pipes can do, and nothing of what commands print.
+This file must not depend on what commands print.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _PLAIN = {
     "\N{SUPERSCRIPT TWO}": "^2",
     "\N{SUPERSCRIPT THREE}": "^3",
 }
-"""What is printed in place of a sign that a terminal does not have."""
+"""Replacements for characters that a terminal does not have."""
 
 
 class Descriptor(io.RawIOBase):
     """A file descriptor to write to. Once a write has failed, what is written goes nowhere.
 
-    So the command goes on to its end: a rank that left in the middle of a call would be missed.
+    So the command goes on to its end: the other ranks would wait for one that left during a call.
 
     Attributes:
         failure: of the first write that failed, or None.
@@ -72,7 +72,7 @@ def prepare() -> Descriptor:
         stream = getattr(sys, name)
         if stream is None:  # the descriptor was closed when the process began
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-        elif stream is getattr(sys, f"__{name}__"):  # nobody has put another in its place
+        elif stream is getattr(sys, f"__{name}__"):  # the process has not replaced it
             stream.flush()
             buffered = io.BufferedWriter(descriptor)
             lines = stream.line_buffering or name == "stderr"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documents as tokens: every byte of a text is one token, through a small fixed embedding.
 
-Text is skewed: few bytes are most of it, so few experts get most tokens. This file knows nothing
-of layers or ranks.
+Text is skewed: few bytes are most of it, so few experts get most tokens. This file must not depend
+on layers or ranks.
 """
 
 from __future__ import annotations

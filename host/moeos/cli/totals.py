@@ -61,7 +61,7 @@ class Totals:
 
     @property
     def median_seconds(self) -> float:
-        """Of a call."""
+        """The median duration of a call."""
         return statistics.median(self.seconds)
 
     @property

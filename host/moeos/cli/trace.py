@@ -46,7 +46,7 @@ MAX_CALLS = 10_000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TraceOptions:
-    """What the command line says; None where the config decides, or nothing is written."""
+    """The options of the command line; None where the config decides, or nothing is written."""
 
     config: Path | None = None
     load: Path | None = None
@@ -70,7 +70,7 @@ class TraceOptions:
 
 @dataclasses.dataclass(frozen=True)
 class _TracePlan:
-    """What this rank will run.
+    """This rank's part of the run.
 
     Attributes:
         meets: whether ranks are those of a process group, too: by it they meet before a cold call,
@@ -208,7 +208,7 @@ def _call(
 def _about(
     world: moeos.World, options: TraceOptions, plan: _TracePlan, group: dist.ProcessGroup | None
 ) -> dict[str, Any]:
-    """What ran, in words and in full."""
+    """A full description of what ran."""
     assert options.config is not None  # execute has seen to it
     cfg, tokens = plan.cfg, len(plan.batch.x)
     device = machine.gpus()[0] if world.backend == "cuda" else f"the twin, {machine.processor()}"
@@ -231,7 +231,7 @@ def _about(
 
 
 def _arguments_of_call(plan: _TracePlan, group: dist.ProcessGroup | None) -> Arguments:
-    """Those of the layer; and of slices who has added up in the call, whatever was asked."""
+    """The layer's arguments; slices get the `reduce` that the call used, whatever was asked."""
     slicing, tokens = plan.slicing, len(plan.batch.x)
     if not slicing.sums:
         return slicing.arguments

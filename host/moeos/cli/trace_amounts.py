@@ -2,7 +2,7 @@
 """How much each stage of a traced call does, and how fast: FLOPs of products, bytes of rows and of
 weights.
 
-It knows a layer's sizes and an H200's limits, and nothing of what waited for what.
+This file must not depend on what waited for what.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moeos.partition.rates import H200
 from moeos.partition.slicing import WHOLE, Slicing, slicing_of
 
 CACHE_BYTES = 40_000_000
-"""Of the cache that weights are replayed through: what an H200's L2 holds of them beside rows."""
+"""The cache that weights are replayed through: the part of an H200's L2 that rows leave to them."""
 
 _PREFIXES = ("", "k", "M", "G", "T", "P")
 
@@ -62,10 +62,10 @@ class Amount:
 def work_of(
     call: CallTrace, stages: Sequence[Stage], about: Mapping[str, Any]
 ) -> dict[str, Amount]:
-    """Of each stage: the router's and the GEMMs' FLOPs, against the dense rate of such products;
-    the rows that Dispatch and Replicate copy and that Combine reads, in bytes, against the
-    memory's. Rows that only pad a tile do not count. Where experts are sliced, each rank does its
-    part of them for all tokens, and Combine reads partial sums and sums, too.
+    """The amount of each stage: the router's and the GEMMs' FLOPs, against the dense rate of such
+    products; the rows that Dispatch and Replicate copy and that Combine reads, in bytes, against
+    the memory's. Rows that only pad a tile do not count. Where experts are sliced, each rank does
+    its part of them for all tokens, and Combine reads partial sums and sums, too.
 
     Without what is copied where parts are missing; empty where `about` does not say what ran.
     """
@@ -168,14 +168,14 @@ def weights_of(call: CallTrace, about: Mapping[str, Any]) -> dict[str, Weights]:
 
 
 def _slicing_of(about: Mapping[str, Any], ranks: int) -> Slicing:
-    """Who wrote before experts were sliced did not say how."""
+    """The slicing of a trace; traces from before experts were sliced do not name it."""
     given: dict[str, Any] = {**WHOLE.arguments, "tensor_ranks": None, **about}
     names = ("tensor_ranks", "layout", "reduce")
     return slicing_of(given["parallel"], "replicated", ranks, *(given[name] for name in names))
 
 
 def _adds_up(slicing: Slicing) -> bool:
-    """Whether the kernel has: what adds up behind it leaves no part."""
+    """Whether the kernel adds up slices: what adds up after the kernel leaves no part."""
     return slicing.sums and slicing.policy.reduce != "after"
 
 
@@ -187,14 +187,14 @@ def _sums_read(about: Mapping[str, Any], ranks: int) -> int:
 
 
 def _config_of(about: Mapping[str, Any], ranks: int) -> MoEConfig | None:
-    """Of what each of so many ranks computes: where experts are sliced, of one slice."""
+    """The config that each of `ranks` ranks computes: of one slice where experts are sliced."""
     if not {"config", "tokens", "routing"} <= about.keys():
         return None
     fields = dict(about["config"])
     for name in ("dtype", "router_dtype"):
         if fields.get(name) is not None:
             fields[name] = DTYPES[fields[name]]
-    # A digest has numbers that the activation itself brings, which a config need not allow.
+    # The document also has numbers that the activation implies, which a config may not accept.
     formula = FORMULAS[fields["activation"]]
     for name, own in (("swiglu_alpha", formula.alpha), ("swiglu_limit", formula.limit)):
         if fields.get(name) == own:

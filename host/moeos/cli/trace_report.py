@@ -33,7 +33,7 @@ _SHOWN = 0.005  # a share that is shown as 1 % or more
 
 
 class Report:
-    """One call's; `about` says what ran, as `moeos trace` notes it."""
+    """The report of one call; `about` says what ran, as `moeos trace` notes it."""
 
     def __init__(self, call: CallTrace, found: Causes, about: Mapping[str, Any]) -> None:
         self._call = call
@@ -49,12 +49,12 @@ class Report:
         self._weights = trace_amounts.weights_of(call, about)
 
     def title(self) -> str:
-        """What ran, in a line."""
+        """A line that says what ran."""
         what = self._about.get("what", "a call")
         return f"{what}: {_time(self._call.length)} from the first event to the last"
 
     def warnings(self) -> Iterator[str]:
-        """What makes the trace less than it should be, a sentence each."""
+        """The defects of the trace, a sentence each."""
         for trace in self._call.ranks:
             if any(trace.dropped):
                 yield _loss(trace)
@@ -80,7 +80,7 @@ class Report:
             print("\nevents are missing: what waited for what is not known", flush=True)
 
     def as_json(self) -> dict[str, Any]:
-        """The same numbers; times in ns of the call's clock."""
+        """The report as JSON; times are in ns of the call's clock."""
         return {
             **self._about,
             "length_ns": self._call.length,

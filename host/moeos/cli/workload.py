@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the calls of a run compute on: tokens of this rank, and perhaps their routing.
 
-It draws from one of three sources and knows nothing of how a layer runs or is checked.
+Tokens come from one of three sources. This file must not depend on how a layer runs or is checked.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Batch:
     places: Tensor | None = None
 
     def on(self, device: torch.device) -> Batch:
-        """The same arguments in a device's memory."""
+        """These arguments in a device's memory."""
         parts = (self.x, self.topk_ids, self.topk_weights)
         return Batch(*(None if part is None else part.to(device) for part in parts))  # type: ignore[arg-type]
 

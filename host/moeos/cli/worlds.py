@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a command's ranks come from: this process's launcher, or threads of this process.
 
-It knows what a world is given, and nothing of what commands do in it.
+This file must not depend on what commands do in a world.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which activation a function of another library is: it is tried on numbers.
 
-Libraries have one class for each family of models, and name its activation as they like. What a
-function makes of numbers tells them apart, whatever it is called. This file knows the formulae of
-moeos.config.activations, and nothing of any library.
+Libraries have one class for each family of models, and name its activation as they like. A
+function's results on numbers identify it, whatever its name. This file must not depend on any
+library.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from moeos.config import reference
 from moeos.config.activations import FORMULAS
 from moeos.config.config import MoEConfig
 
-# Of either sign, near 0, around every clamp in use, and where the curves have become straight.
-# In float64, as float32 would lose the tails of GELU.
+# Numbers of either sign, near 0, around every clamp in use, and where the curves have become
+# straight. They are float64, as float32 would lose the tails of GELU.
 _NUMBERS = torch.tensor(
     [0.0, 0.01, 0.1, 0.5, 1.0, 1.7, 2.5, 4.0, 6.5, 7.5, 9.5, 10.5, 31.0, 1e4],
     dtype=torch.float64,
     device="cpu",
 )
-_SAME = 1e-5  # functions may compute in float32 in between, and no two formulae are so near
+_SAME = 1e-5  # functions may compute in float32 in between, and no two formulae are this near
 _WIDTH = 8  # a config has multiples of it
 
 
@@ -51,7 +51,7 @@ def fields_of(
     signed = torch.cat([-_NUMBERS.flip(0), _NUMBERS]).to(device)
     rows = torch.cartesian_prod(signed, signed) if gated else signed[:, None]
     rows = rows.repeat_interleave(_WIDTH, dim=1)
-    nearest: tuple[int, str] | None = None  # where it differs so often, and how
+    nearest: tuple[int, str] | None = None  # where it differs least often, and how
     with torch.no_grad():
         made = function(rows)
         for fields in _candidates(gated, [None, *limits], [None, *alphas]):

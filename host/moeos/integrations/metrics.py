@@ -2,7 +2,7 @@
 """A layer's counters for Prometheus, added up over its calls.
 
 `prometheus_client` has the text format and the HTTP server; it is not installed everywhere. This
-file knows what is counted, and nothing of who asks for it.
+file must not depend on what reads the counters.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ INSTALL = "pip install 'moeos[metrics]'"
 
 
 class _Metric(NamedTuple):
-    """A metric: its name behind moeos_, the field of the stats that it comes from, its help text,
-    and the label by which the field's entries are told apart.
+    """A metric: its name after moeos_, the field of the stats that it comes from, its help text,
+    and the label that distinguishes the field's entries.
     """
 
     name: str
@@ -83,8 +83,8 @@ class Metrics:
         self._last = [(one, self._make(self._client.Gauge, one)) for one in _LAST]
 
     def add(self, stats: Mapping[str, Any]) -> None:
-        """Adds a call: what `MoELayer.stats` returned after it. One that did not end well has no
-        numbers that could be added, and is left out.
+        """Adds a call: what `MoELayer.stats` returned after it. A call that failed has no numbers
+        to add, and is left out.
         """
         if stats["seconds"] is None:
             return

@@ -4,7 +4,7 @@
 SGLang calls `register` in each of its processes, by the entry point `sglang.srt.plugins`. It adds a
 runner core by SGLang's registry, and hooks by which a layer without quantisation, or in FP8, takes
 that core and keeps the numbers that experts have over all ranks. It was written for the version
-below. It knows SGLang's interfaces and `moeos.Experts`, and nothing of how ranks talk.
+below. This file must not depend on how ranks communicate.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ VERSION = "0.5.23"
 """The version of SGLang whose interfaces this was written for."""
 
 NAME = shared.NAME
-"""What the runner backend is called."""
+"""The name of the runner backend."""
 
 reset = shared.reset
 
 FP8_NAME = f"{NAME}_fp8"
-"""And the one whose experts get their tokens as codes, too."""
+"""The name of the runner backend whose experts get quantized tokens, too."""
 
 try:
     from sglang.srt.arg_groups.choices import add_moe_runner_backend_choices
@@ -167,7 +167,7 @@ class MoeosRunnerCore(DispatchMoeRunnerCore):
 
 
 class MoeosFp8RunnerCore(MoeosRunnerCore):
-    """The same of experts in FP8, whose products are of FP8 by FP8: tokens are rounded."""
+    """Runs experts in FP8 by W8A8: tokens are quantized, too."""
 
     name = FP8_NAME
     activation_format: ActivationFormat | None = "fp8_group128"
@@ -201,7 +201,7 @@ def config_of(
 
 
 def weight_format_of(config: MoeRunnerConfig) -> WeightFormat | None:
-    """What a layer's weights are in; `ValueError` for what moeos does not compute."""
+    """The format of a layer's weights; `ValueError` for one that moeos does not compute."""
     method: Any = config.layer.quant_method if config.layer is not None else None
     name = type(method).__name__
     if name == _UNQUANTISED.rpartition(".")[2]:
@@ -239,7 +239,7 @@ def weight_format_of(config: MoeRunnerConfig) -> WeightFormat | None:
 
 
 def refuse_unsupported(config: MoeRunnerConfig) -> None:
-    """`ValueError` for what a deployment asks of the experts and moeos does not do."""
+    """Raises `ValueError` for deployment options that moeos does not support."""
     weight_format_of(config)
     parallel = get_parallel()
     on_input = config.apply_router_weight_on_input
@@ -311,7 +311,7 @@ def _is_moeos(backend: Any) -> bool:
 
 
 def _create_moe_runner(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around a method's: with `--moe-runner-backend moeos` it takes our core."""
+    """Wraps a method's choice of core: with `--moe-runner-backend moeos` it takes ours."""
     method, _, config = (*args, *kwargs.values())
     backend = get_moe_runner_backend()
     if not _is_moeos(backend):
@@ -322,24 +322,26 @@ def _create_moe_runner(original: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 
 def _leave_weights(original: Callable[..., Any], method: Any, layer: Any) -> Any:
-    """Around what a method does after loading: for our core, weights stay as they are."""
+    """Wraps what a method does after loading: for our core, weights stay as they are."""
     return None if _is_moeos(get_moe_runner_backend()) else original(method, layer)
 
 
 def _apply_fp8(original: Callable[..., Any], method: Any, layer: Any, dispatch_output: Any) -> Any:
-    """Around the FP8 method's call: our core takes the weights as Triton's has them."""
+    """Wraps the FP8 method's call: our core takes weights in the layout of Triton's."""
     if not _is_moeos(get_moe_runner_backend()):
         return original(method, layer=layer, dispatch_output=dispatch_output)
     return method.runner.run(dispatch_output, method.get_triton_quant_info(layer))
 
 
 def _keeps_global_expert_ids(original: Callable[..., Any], backend: Any) -> Any:
-    """Around the dispatcher's: ids stay numbered over all ranks for our core."""
+    """Wraps the dispatcher: ids stay numbered over all ranks for our core."""
     return _is_moeos(backend) or original(backend)
 
 
 def _require_moeos(result: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
-    """Behind a layer's construction: none computes by anything else where moeos was asked for."""
+    """Raises, after a layer's construction, if it computes by anything else where moeos was asked
+    for.
+    """
     if _is_moeos(get_moe_runner_backend()) and not _is_moeos(layer.runner_backend):
         raise shared.refusal(
             WHERE,

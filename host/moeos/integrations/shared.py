@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the adapters have in common: worlds and experts that all layers of a model share.
 
-It knows process groups and `moeos.Experts`, and nothing of any library that an adapter is for.
+This file must not depend on any library that an adapter is for.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ VLLM = "0.32.0"
 """The version of vLLM whose interfaces the adapter was written for."""
 
 NAME = "moeos"
-"""What moeos is called in the settings of all libraries."""
+"""The name of moeos in the settings of all libraries."""
 
 SERVER_DEADLINE = 300.0
 """Seconds that a server's ranks wait for each other: one may still compile or capture graphs."""
@@ -39,8 +39,9 @@ _Value = TypeVar("_Value")
 
 
 class Exclusive:
-    """What one thread does at a time, while others wait. A signal's handler or a finalizer that
-    begins it amid that in the same thread would wait for itself: it gets `RuntimeError`.
+    """Work that one thread does at a time, while others wait. A signal handler or a finalizer that
+    interrupts this work and begins it again in the same thread would wait for itself: it gets
+    `RuntimeError`.
     """
 
     def __init__(self) -> None:
@@ -62,7 +63,8 @@ class Exclusive:
             self._here.inside = False
 
     def free(self) -> None:
-        """In a child that a fork has made: another thread may have held the lock, and is not there.
+        """Frees the lock in a forked child: another thread may have held it, and does not exist
+        there.
 
         The thread that forked is still inside if it was, and releases the lock that it took.
         """
@@ -109,8 +111,8 @@ def world_of(
     deadline: float,
     device: torch.device | None = None,
 ) -> World:
-    """The one world of a process group in this process; without a group that of it alone. With a
-    device, as of `moeos.init`, the one that it has there.
+    """The one world of a process group in this process; without a group, a world of this process
+    alone. With a device, as of `moeos.init`, the one that it has there.
 
     Collective over the group where it is made: at the first call, and after it was closed. It lives
     until the process ends.
@@ -151,8 +153,8 @@ def experts_of(
 def reset() -> None:
     """Makes models of this process usable after a call that failed, or that a signal ended.
 
-    Collective over the ranks that share experts: all of them call it, and none is in a call. On
-    CPUs a process that computes alone needs it not.
+    Collective over the ranks that share experts: all of them call it, and none is in a call. A
+    process that computes alone on CPUs does not need it.
 
     Raises `PeerTimeout` as `World.reset` does, where a rank does not come or an error ended a
     world. Then start the processes again.
@@ -163,10 +165,10 @@ def reset() -> None:
 
 
 class OfProcess:
-    """Experts that a child which a fork has made makes again, where their ranks are it alone.
+    """Experts that a forked child makes anew, if it is their only rank.
 
     Attributes:
-        made: those of the process that has asked for them last.
+        made: the experts of the process that asked last.
     """
 
     def __init__(self, make: Callable[[], Experts]) -> None:
@@ -176,12 +178,12 @@ class OfProcess:
 
     @property
     def ready(self) -> bool:
-        """Whether they are this process's."""
+        """Whether the experts belong to this process."""
         return self._home.here
 
     def here(self) -> Experts:
-        """This process's. Raises `RuntimeError` where ranks of a parent share them: their
-        connections are not the child's.
+        """This process's experts. Raises `RuntimeError` where ranks of a parent share them: the
+        child does not have their connections.
         """
         if not self._home.here:
             if self.made.world.size > 1:
@@ -194,7 +196,9 @@ class OfProcess:
 def require_slices(
     where: str, cfg: MoEConfig, parallel: Parallel, ranks: int, works: str
 ) -> MoEConfig:
-    """The config of what a rank holds of each expert; `ValueError` where so many cannot cut it."""
+    """The config of the slice that a rank holds of each expert; `ValueError` where `ranks` ranks
+    cannot cut it.
+    """
     try:
         return slicing_of(parallel, "replicated", ranks).cut(cfg)
     except ValueError as error:
@@ -217,8 +221,8 @@ def untraced(function: _Function) -> _Function:
 
 
 def part(rows: int, rank: int, ranks: int) -> tuple[int, int, int]:
-    """Which of `rows` equal rows of `ranks` ranks are this rank's: first, behind the last, and the
-    most that a rank has.
+    """Which of `rows` equal rows of `ranks` ranks are this rank's: first, one after the last, and
+    the most that a rank has.
     """
     most = -(-rows // ranks)
     first = min(rows, rank * most)

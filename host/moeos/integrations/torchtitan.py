@@ -2,8 +2,7 @@
 """torchtitan's routed experts on moeos: an override of its configs.
 
 `--override.imports moeos.integrations.torchtitan.routed_experts` puts `MoeosRoutedExperts` in the
-place of every `RoutedExperts` of a model. It knows torchtitan's interfaces of `VERSION` and
-`moeos.Experts`, and nothing of how ranks talk.
+place of every `RoutedExperts` of a model. This file must not depend on how ranks communicate.
 """
 
 from __future__ import annotations

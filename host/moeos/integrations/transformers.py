@@ -4,8 +4,7 @@
 transformers lets a function take the place of what an experts module computes, and a class the
 place of how ranks that share the experts exchange tokens. `register` names both "moeos". Where a
 plan of tensor parallelism cuts experts, a class in the place of transformers' own has moeos add up
-what slices make. This file knows transformers' interfaces of `VERSION` and `moeos.Experts`, and
-nothing of how ranks talk.
+what slices make. This file must not depend on how ranks communicate.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ except ImportError as error:
     ) from error
 
 NAME = shared.NAME
-"""What the implementations are called."""
+"""The name of the implementations."""
 
 reset = shared.reset
 
@@ -74,13 +73,13 @@ _WORKS = {
 """Activations, by whether the experts are gated."""
 
 _SAID_IN = ("hidden_act", "hidden_activation", "mlp_hidden_act")
-"""Where configs have the name of the activation."""
+"""The attributes of configs that hold the name of the activation."""
 
 _DTYPES = {"cpu": twin.DTYPES, "cuda": kernel_shape.DTYPES}
-"""What computes on a device has these."""
+"""The dtypes that moeos computes with, by device."""
 
 _OF_SLICES = "moe_tp_experts"
-"""What plans of tensor parallelism call how experts of which ranks hold slices compute."""
+"""The name in tensor-parallel plans for experts of which ranks hold slices."""
 
 _READY = "_moeos_ready"
 """The attribute of a module in which its `_Ready` lies, and all that moeos sets. No dictionary by
@@ -187,8 +186,8 @@ class MoeosEP(EPImplementation):
 class MoeosSlices(MoeExpertsParallel):
     """Experts of which each rank of the mesh "tp" holds a slice, by transformers' own plan.
 
-    The ranks hold one batch. Where the model's experts are moeos', it adds up what slices make, and
-    what they make of gradients: each rank has those of all tokens, as behind transformers' own.
+    The ranks hold one batch. Where the model's experts are moeos', moeos adds up the slices'
+    outputs and gradients: each rank has those of all tokens, as with transformers' own experts.
     """
 
     def install_forward(self, module: Any, mesh: Any) -> Any:
@@ -210,7 +209,7 @@ class MoeosSlices(MoeExpertsParallel):
 
 
 def _group_of(mesh: Any) -> Any:
-    """Of the ranks that have one batch."""
+    """The group of the ranks that have one batch."""
     return mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
 
 
@@ -277,7 +276,9 @@ class _Own(torch.autograd.Function):
 
 
 class _Whole(torch.autograd.Function):
-    """All rows, of which each rank has some. The ranks go on alike, so each has the gradient."""
+    """Gathers all rows, of which each rank has some. All ranks compute the same afterwards, so each
+    has the gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, part: _Part, mine: Tensor) -> Tensor:
@@ -291,7 +292,8 @@ class _Whole(torch.autograd.Function):
 
 class _Ready:
     """What computes a module's calls, and what it was made for: a key, the functions of the
-    module's activation, told by identity, its numbers and a process. A pickle has none of it."""
+    module's activation, compared by identity, its numbers and a process. A pickle has none of it.
+    """
 
     def __init__(self, module: Any, key: tuple[Any, ...], experts: Experts) -> None:
         self.key = key

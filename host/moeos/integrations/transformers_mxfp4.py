@@ -4,7 +4,7 @@
 transformers' own module for them has kernels of its own and no interface. Where a model asks for
 moeos, the quantiser of this file puts another module in its place, whose parameters are the
 checkpoint's: codes and scales stay as they are. Elsewhere it is transformers' quantiser. This file
-knows transformers' interfaces, and nothing of how the experts compute.
+must not depend on how the experts compute.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from moeos.integrations.transformers_weights import ModuleWeights
 
 _E4M3, _E8M0 = torch.float8_e4m3fn, getattr(torch, "float8_e8m0fnu", torch.uint8)
 _PAIRS = (torch.int8, torch.uint8)
-"""Of bytes that are two codes of 4 bits."""
+"""The dtypes of bytes that hold two codes of 4 bits."""
 _EXPONENTS = (_E8M0, torch.uint8)
 _CONVERTED = (_E8M0, torch.bfloat16, torch.float16)
 """The dtypes of FP8 scales that become float32."""

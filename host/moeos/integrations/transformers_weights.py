@@ -16,7 +16,7 @@ from torch import Tensor
 from moeos.config.config import GateUp
 
 _CODES, _SCALES = "_blocks", ("_scale_inv", "_scales")
-"""What follows the name of a matrix: for codes that are not called as the matrix is, and scales."""
+"""Suffixes of a matrix's name: for codes whose name is not the matrix's, and for scales."""
 
 
 class ModuleWeights(NamedTuple):
@@ -46,7 +46,7 @@ def names_of(module: Any) -> tuple[str, ...]:
 
 
 def scale_names_of(module: Any) -> tuple[str, ...]:
-    """Those that are the scales of both matrices; none of a module that is not quantized."""
+    """The names of the scales of both matrices; none for a module that is not quantized."""
     for names in _scales(module):
         if any(getattr(module, name, None) is not None for name in names):
             return names
@@ -54,7 +54,7 @@ def scale_names_of(module: Any) -> tuple[str, ...]:
 
 
 def names_of_missing_scales(module: Any) -> tuple[str, ...]:
-    """What the scales of codes would be called that a module has without any."""
+    """The names of the scales that a module's codes lack."""
     of_bytes, of_blocks = _scales(module)
     return of_blocks if names_of(module)[0].endswith(_CODES) else of_bytes
 

@@ -20,12 +20,12 @@ VERSION = shared.VLLM
 """The version of vLLM whose interfaces this was written for."""
 
 NAME = shared.NAME
-"""What the quantisation is called."""
+"""The name of the quantization."""
 
 reset = shared.reset
 
 _MXFP4 = ("mxfp4", "gpt_oss_mxfp4")
-"""What checkpoints call it, and what vLLM calls it in them."""
+"""The names of MXFP4 in checkpoints and in vLLM."""
 
 try:
     from vllm.model_executor.layers.quantization import register_quantization_config
@@ -59,7 +59,7 @@ class MoeosConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> QuantizationConfig:
-        """Of a quantised checkpoint it is vLLM's own config, with experts by moeos."""
+        """For a quantized checkpoint this is vLLM's own config, with experts by moeos."""
         if config.get("quant_method") is None:
             return cls()
         from moeos.integrations import vllm_quantized  # spares vLLM's layers

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's routed experts on moeos: a modular kernel that dispatches and combines itself.
 
-It stands where FlashInfer's fused expert-parallel kernels stand: behind a prepare and finalize
-stage that only passes tensors through. It knows vLLM's interfaces of `shared.VLLM` and
-`moeos.Experts`, and nothing of how ranks talk.
+The kernel takes the place of FlashInfer's fused expert-parallel kernels: after a prepare and
+finalize stage that only passes tensors through. This file knows vLLM's interfaces of `shared.VLLM`
+and `moeos.Experts`, and must not depend on how ranks communicate.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Options:
 
     @classmethod
     def current(cls) -> Options:
-        """Those of the vLLM config in force; `ValueError` for a name that is no option."""
+        """The options in the current vLLM config; `ValueError` for a name that is no option."""
         additional = get_current_vllm_config().additional_config
         given = additional.get(shared.NAME, {}) if isinstance(additional, dict) else {}
         names = [field.name for field in dataclasses.fields(cls)]
@@ -109,10 +109,10 @@ class MoeosExperts(mk.FusedMoEExpertsModular):
     """
 
     weight_format: WeightFormat | None = None
-    """Of the layer's weights; who makes these sets it."""
+    """The format of the layer's weights; the code that creates these experts sets it."""
 
     options: Options
-    """Likewise."""
+    """The options of moeos; the code that creates these experts sets them."""
 
     _made: shared.OfProcess
 
@@ -202,9 +202,9 @@ class MoeosExperts(mk.FusedMoEExpertsModular):
         """Writes the weighted sum of each token's experts into `output` [M, K].
 
         `topk_ids` number the experts of all ranks, so `expert_map`, which says the same of the
-        placement as `require_placement`, has nothing to add. The workspaces have no elements. Of
-        slices the biases of w2 are whole: those of the first rank are added, whatever vLLM's
-        loaders have put in the place of the others'.
+        placement as `require_placement`, has nothing to add. The workspaces have no elements.
+        Slices hold whole biases of w2: the first rank's are added, whatever vLLM's loaders have put
+        in place of the others'.
         """
         if apply_router_weight_on_input:  # with one expert a token, by vLLM's rule
             hidden_states = hidden_states * topk_weights.to(hidden_states.dtype)
@@ -224,8 +224,8 @@ class MoeosExperts(mk.FusedMoEExpertsModular):
 
 
 class OnMoeos(FusedMoEMethodBase):
-    """What moeos' methods have in common. vLLM's own of the same weights stands behind it among the
-    parents: it makes the weights, as its loaders know them, and calls the kernel.
+    """What moeos' methods have in common. The next parent is vLLM's own method for these weights:
+    it makes the weights, as its loaders know them, and calls the kernel.
     """
 
     moe_kernel: mk.FusedMoEKernel | None
@@ -234,7 +234,7 @@ class OnMoeos(FusedMoEMethodBase):
     supports_pre_processed_weights = True
 
     def start(self, moe: FusedMoEConfig) -> None:
-        """In place of vLLM's `__init__`, which looks for a kernel among vLLM's own."""
+        """Replaces vLLM's `__init__`, which looks for a kernel among vLLM's own."""
         refuse_unsupported(moe, self.weight_format)
         FusedMoEMethodBase.__init__(self, moe)
         self.options = Options.current()
@@ -265,7 +265,8 @@ class OnMoeos(FusedMoEMethodBase):
         self.moe_kernel = mk.FusedMoEKernel(PassThroughPrepareAndFinalize(), experts)
 
     def apply(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's own, by the scales and biases that the layer has now, whoever has replaced them.
+        """Applies vLLM's own method with the scales and biases that the layer has now, even if they
+        were replaced.
 
         Raises `RuntimeError` before `process_weights_after_loading`.
         """

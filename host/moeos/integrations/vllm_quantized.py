@@ -3,7 +3,7 @@
 
 Each is vLLM's own config of that checkpoint, so that its models, its loaders and all other layers
 find what they know. The experts' weights are made by vLLM's own method, and used where they lie.
-This file knows vLLM's methods of `shared.VLLM`, and nothing of how experts compute.
+This file must not depend on how experts compute.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ except ImportError as error:
 
 
 def config_of(config: dict[str, Any]) -> QuantizationConfig:
-    """Of a checkpoint whose `quantization_config` this is; `ValueError` for what moeos does not
-    compute.
+    """The config of experts for a checkpoint's `quantization_config`; `ValueError` for what moeos
+    does not compute.
     """
     if config["quant_method"] == "fp8":
         return MoeosFp8Config.from_config(config)

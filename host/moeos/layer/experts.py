@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The experts of a layer without their weights: a call takes the caller's tensors.
 
-Checks what the caller passes before anything is sent, and hands one call to the engine of its
-world. It knows no parameters, no router, and nothing of heaps, tasks or how ranks talk.
+`Experts` check the caller's tensors before anything is sent, and pass one call to the engine of
+their world. This file must not depend on parameters, heaps, tasks or how ranks communicate.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ from moeos.world.tracing import RankTrace
 from moeos.world.world import Workspace, World, require_workspace, require_world
 
 _NOTHING_ELSE = (None,) * (len(call_checks.ROUTER) + len(call_checks.SHARED))
-"""In place of the tensors that `Experts` do without, before the scales."""
+"""Replaces the tensors before the scales that `Experts` lack."""
 _MADE_WITH = ("cfg", "world", "workspace", "device", "engine")
-"""What experts keep as long as they live."""
+"""The attributes that experts keep as long as they live."""
 _NO_SHARED_SCALES = (None,) * len(call_checks.SHARED_SCALES)
-"""And behind them."""
+"""Replaces the scales of shared experts, which follow the experts' own."""
 
 
 class CallKind(NamedTuple):
-    """Who makes a call, as far as it differs.
+    """What differs between calls of a layer and calls of `Experts`.
 
     Attributes:
-        name: in what errors say.
-        expected: the tensors that are not of a call's tokens, in the order of `call_checks.OWN`.
-        absent: what is said where one is missing.
+        name: used in errors.
+        expected: the tensors that do not belong to a call's tokens, in the order of
+            `call_checks.OWN`.
+        absent: the error text where one is missing.
         routes: whether routing may be left to the gate.
         any_ids: see `moeos.engines.base.CallTensors`.
     """
@@ -57,20 +58,20 @@ class CallKind(NamedTuple):
 
 
 class Experts:
-    """What a layer computes behind its router, with weights that are the caller's: for a model that
+    """What a layer computes after its router, with weights that are the caller's: for a model that
     has its own router and its own parameters. One on each rank of a world.
 
-    Collective: all ranks make it with the same config, and call it equally often; how many tokens a
-    rank passes in a call is its own affair. It holds no weights and copies none: as many layers of
-    a model as there are may share one, each with tensors of its own. Copies of it are itself. What
-    its calls write belongs to `workspace`, the world's own by default. Experts lie where
-    `placement` says, in order by default: see `moeos.Placement`.
+    Collective: all ranks make it with the same config, and call it equally often; each rank may
+    pass any number of tokens in a call. It neither holds nor copies weights: all layers of a model
+    may share one, each with tensors of its own. A copy of it is the object itself. What its calls
+    write belongs to `workspace`, the world's own by default. Experts lie where `placement` says, in
+    order by default: see `moeos.Placement`.
 
     With `parallel="tensor"` ranks have slices of the same experts, and pass the same tokens and
     routing; `parallel`, `output`, `tensor_ranks`, `layout` and `reduce` are as of `MoELayer`.
 
-    A wrapper for data parallelism takes the weights for what all ranks have alike. Tell it to leave
-    them alone, as docs/training.md says.
+    A wrapper for data parallelism assumes that all ranks have equal weights. Tell it to ignore
+    these, as docs/training.md says.
 
     Raises:
         ConfigMismatch: the ranks' configs or placements differ; the same error on all of them.
@@ -108,7 +109,7 @@ class Experts:
             )
         require_world(world)
         require_workspace(workspace, world)
-        # Layers are made one after the other, whichever threads make them.
+        # Threads make layers one after the other.
         slicing = slicing_of(parallel, output, world.size, tensor_ranks, layout, reduce)
         placed = placement is not None
         placement = placement_of(cfg, world, placement, slicing)
@@ -127,7 +128,8 @@ class Experts:
         slicing: Slicing,
         placed: bool,
     ) -> Experts:
-        """Experts for who is in the world's gate and has the ranks' agreement. Collective.
+        """Makes experts for a caller that is in the world's gate and has the ranks' agreement.
+        Collective.
 
         `placed`: whether `place` may say later that experts lie elsewhere.
         """
@@ -230,9 +232,9 @@ class Experts:
         turned: bool = False,
     ) -> torch.Tensor:
         """Checks and makes a call for `caller`. `order`: what it seems to write, see
-        `moeos.call.custom_op`; `own`: the tensors that are not of its tokens, as `caller.expected`;
-        `weigh`: the gate weighs the caller's ids; `holder`: of the tensors, where it is a module;
-        `turned`: as of `__call__`.
+        `moeos.call.custom_op`; `own`: the tensors that do not belong to its tokens, as
+        `caller.expected`; `weigh`: the gate weighs the caller's ids; `holder`: of the tensors,
+        where it is a module; `turned`: as of `__call__`.
         """
         given = own
         if turned:
@@ -308,7 +310,8 @@ class Experts:
             return trained if x.dim() == 2 else trained.view(x.shape)
         if at_once and call_checks.PLAIN.issuperset(map(type, (x, *routing, out, *own))):
             call_checks.check_memory(rows, routing, own)
-            # What is learned has weights to its ids, and is no copy, which may be of anything.
+            # Calls without weights for their ids are not learned, nor are copies, which may be of
+            # anything.
             copied = ids is not topk_ids or weights is not topk_weights
             if not (weigh or copied or x_scale is not None) and (rows is x or x.dim() > 2):
                 known.learn(rows, topk_ids, topk_weights, tokens, out, own)
@@ -327,7 +330,7 @@ class Experts:
         return out
 
     def _know(self, caller: CallKind) -> KnownTensors:
-        """What is known of a caller that has made no call."""
+        """The `KnownTensors` of a caller that has made no call."""
         known = KnownTensors([expected is not None for expected in caller.expected])
         return self._known.setdefault(caller.name, known)
 
@@ -350,14 +353,14 @@ class Experts:
                 else:  # x is codes
                     y = torch.empty_like(rows, dtype=self.cfg.dtype)
             except RuntimeError:
-                engine.require_open()  # or PyTorch says in its own words that a child has no CUDA
+                engine.require_open()  # else PyTorch raises its own error for a child without CUDA
                 raise
             custom_op.call(engine, rows, y, routing, own, any_ids, pieces)
             return y if x.dim() == 2 else y.view_as(x)
         call_checks.check_apart(out, x, routing, own)
         room = out if x.dim() == 2 else out.view_as(rows)
         custom_op.call(engine, rows, room, routing, own, any_ids, pieces)
-        if not out.is_inference():  # as the operator's schema has it done
+        if not out.is_inference():  # as the operator's schema does
             torch.autograd.graph.increment_version(out)
         return out
 
@@ -396,7 +399,7 @@ class Experts:
                 )
 
     def stats(self) -> dict[str, Any]:
-        """As `MoELayer.stats`: of the last call of these experts, whoever has made it."""
+        """As `MoELayer.stats`: of the last call of these experts, by any caller."""
         stats = self._settled().stats()
         return {
             **vars(stats),
@@ -413,14 +416,14 @@ class Experts:
         self._settled().check()
 
     def place(self, placement: Placement) -> None:
-        """Experts lie elsewhere in the calls from now on: who passes their weights has moved them.
-        All ranks do it, with one placement, in the workspace's gate.
+        """Experts lie elsewhere in the calls from now on: the caller that passes their weights has
+        moved them. All ranks do it, with one placement, in the workspace's gate.
         """
         self._settled().place(placement)
         self.placement = placement
 
     def settle(self) -> None:
-        """Waits until the GPU has done what was launched."""
+        """Waits until the GPU has finished what was launched."""
         self._settled()
 
     def reset(self) -> None:
@@ -431,7 +434,7 @@ class Experts:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Experts:
-        """These: there is nothing in them that a copy would have of its own."""
+        """Returns these experts: a copy would have nothing of its own."""
         return self
 
     def __reduce__(self) -> NoReturn:
@@ -468,7 +471,7 @@ class Experts:
 
     @property
     def own_matrices(self) -> list[call_checks.Expected]:
-        """What w1, w2 and w3 of a rank must be."""
+        """The shapes and dtypes that a rank's w1, w2 and w3 must have."""
         w1, _, w2, _, w3 = self._caller.expected[: len(call_checks.WEIGHTS)]
         return [one for one in (w1, w2, w3) if one is not None]
 
@@ -491,7 +494,7 @@ class Experts:
         own = world.sliced_workspace if slicing.sums else world.workspace
         self.workspace = own if workspace is None else workspace
         cut = slicing.cut(cfg)
-        with torch.device("cpu"):  # and not that of the caller, such as meta
+        with torch.device("cpu"):  # not the caller's default device, such as meta
             self.device = torch.empty(0, device=device_of(world)).device
             # The ranks of one slice have its experts in order.
             table = placement if placed or not (placement.in_order or slicing.sums) else None
@@ -514,7 +517,7 @@ class Experts:
         )
 
     def _settled(self) -> Engine:
-        """The engine, when the GPU has done what was launched.
+        """The engine, after the GPU has finished what was launched.
 
         The engine waits again where no other thread can launch. Here others may, and a signal's
         handler is in no call.
@@ -541,14 +544,16 @@ def placement_of(
 
 
 def device_of(world: World) -> torch.device:
-    """Where the tensors of its calls lie."""
+    """The device of the tensors of the world's calls."""
     if world.backend == "twin":
         return torch.device("cpu")
     return world.device or torch.device("cuda")
 
 
 def check_supported(cfg: MoEConfig, world: World) -> None:
-    """Raises `ValueError`, which names the rank, for a layer that the world's machine has not."""
+    """Raises `ValueError`, which names the rank, for a layer that the world's machine does not
+    support.
+    """
     try:
         engine_class(world).check_supported(cfg)
     except ValueError as error:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Mixture-of-Experts layer as a PyTorch module.
 
-A gate and `Experts`, and the parameters of both: it holds this rank's weights and hands them to its
-experts in each call. It knows nothing of engines, heaps, tasks or how ranks talk.
+A layer is a gate and `Experts`: it holds the parameters of both on this rank and passes them to its
+experts in each call. This file must not depend on heaps, tasks, or how engines compute and ranks
+communicate.
 """
 
 from __future__ import annotations
@@ -41,32 +42,32 @@ if TYPE_CHECKING:
 
 _SEED_BITS = 62
 _OF_THE_WORLD = ("world", "experts", "_order", "_given")
-"""What a layer has from its world or its memory, and a copy or a pickle has not from the layer."""
+"""Attributes that belong to a layer's world or memory, and that a copy or a pickle does not get."""
 _MADE_WITH = ("cfg", "world")
-"""What a layer keeps as long as it lives in a world."""
+"""The attributes that a layer keeps as long as it lives in a world."""
 _OF_THE_GATE = {
     "router_bias": "gate.bias",
     "selection_bias": "gate.selection_bias",
     "expert_scale": "gate.expert_scale",
 }
-"""Where the tensors lie that a config has under these names."""
+"""Names in the layer of the tensors that a config knows by these names."""
 _COMPUTED_WITH = (*call_checks.WEIGHTS, *call_checks.SHARED)
-"""What has the layer's dtype, and keeps it, where it is not of a format."""
+"""The tensors that have and keep the layer's dtype, unless they are quantized."""
 _EQUAL = (*call_checks.SHARED, *call_checks.SHARED_SCALES)
-"""What is equal on all ranks, as the gate is."""
+"""The tensors that are equal on all ranks, as the gate is."""
 _SMALL_FLOATS = (torch.float8_e4m3fn,)
 _SLICE = re.compile(r"([0-9]+)of([0-9]+)")
-"""Behind a tensor's name in a state dict: which slice of it, of how many."""
+"""Follows a tensor's name in a state dict: the number of its slice, and how many there are."""
 _EXPERT = re.compile(rf"([0-9]+)(\.{_SLICE.pattern})?")
-"""The same of which expert, or of which slice of it."""
+"""Follows a tensor's name in a state dict: an expert's number, or also that of its slice."""
 _PART = re.compile(rf"{_EXPERT.pattern}|{_SLICE.pattern}")
-"""Any of these."""
+"""Any of these endings."""
 _HALVED = ("w1", "b1", "shared_w1")
-"""What names of tensors begin with that have a gate's rows and up rows."""
+"""Prefixes of the names of tensors that have gate rows and up rows."""
 _MOST_RUNS = 8
-"""Of consecutive experts that `print` shows."""
+"""Runs of consecutive experts that `print` shows."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""By their bytes."""
+"""Integer dtypes, by their bytes."""
 
 
 class Gate(nn.Module):
@@ -94,7 +95,7 @@ class Gate(nn.Module):
         self.expert_scale: torch.Tensor | None
 
     def rules(self) -> dict[str, torch.Tensor | None]:
-        """What `moeos.reference.route` and `moe` take by name beside the weight."""
+        """What `moeos.reference.route` and `moe` take by name in addition to the weight."""
         return {
             "selection_bias": self.selection_bias,
             "router_bias": self.bias,
@@ -137,8 +138,8 @@ class MoELayer(nn.Module):
             y = layer(x)
             y.float().square().mean().backward()
 
-    Collective: all ranks make it with the same config, and call it equally often; how many tokens a
-    rank passes in a call is its own affair.
+    Collective: all ranks make it with the same config, and call it equally often; each rank may
+    pass any number of tokens in a call.
 
     Its parameters require gradients, as those of any module do, so a call keeps what its backward
     needs, unless it is made under `torch.no_grad()` or `torch.inference_mode()`. Parameters of a
@@ -197,8 +198,8 @@ class MoELayer(nn.Module):
     Groups share out the experts, by the rule of `cfg.experts_of(group, P / T)`, and the ranks of a
     group have slices of theirs, of I / T. With "tensor" they have the same tokens, and the ranks of
     other groups have others. With "expert" and "tensor" `layout` says where first products read
-    rows; with "tensor" `reduce` says who adds up what slices make: "fused", the kernel, or "after",
-    torch.distributed behind it. "auto" takes what costs less by the model of
+    rows; with "tensor" `reduce` says what adds up the slices' outputs: "fused", the kernel, or
+    "after", torch.distributed after the kernel. "auto" takes what costs less by the model of
     `moeos.partition.policies`. docs/tensor_parallel.md has more.
 
     Raises:
@@ -208,7 +209,7 @@ class MoELayer(nn.Module):
     """
 
     experts: Experts | None
-    """What its calls go to; None in a layer from a pickle."""
+    """The experts that compute its calls; None in a layer from a pickle."""
 
     @told_nearest("MoELayer")
     def __init__(
@@ -242,7 +243,7 @@ class MoELayer(nn.Module):
         self._given = replacing.Given()
         self._placement = placement_of(cfg, world, placement, self._slicing)
         self.experts = None
-        # Layers are made one after the other, whichever threads make them.
+        # Threads make layers one after the other.
         world.together("the making of a MoELayer", lambda: self._make(cfg, world, workspace, init))
 
     @classmethod
@@ -269,9 +270,9 @@ class MoELayer(nn.Module):
         is not used
         raises, unless its name below `prefix` begins with one of `ignore`: pass
         ("shared_experts.",), and a config without them, where shared experts are computed
-        elsewhere. See `moeos.checkpoints.load_block`, which says what it understands and whose
-        errors it raises. Where only another rank cannot read its experts, `ValueError` names it.
-        Errors of calls name the layer by `prefix`.
+        elsewhere. See `moeos.checkpoints.load_block`, which lists what it reads, and whose errors
+        this raises. Where only another rank cannot read its experts, `ValueError` names it. Errors
+        of calls name the layer by `prefix`.
         """
         require_world(world)
 
@@ -314,7 +315,7 @@ class MoELayer(nn.Module):
         world.layer_names[self._bound().engine.number] = prefix.rstrip(".")
 
     def _slow_forward(self, *args: Any, **options: Any) -> Any:
-        # A module's forward amid a trace. torch.onnx passes it all arguments by place.
+        # A module's forward during a trace. torch.onnx passes it all arguments by position.
         custom_op.refuse_onnx()
         return super()._slow_forward(*args, **options)  # type: ignore[no-untyped-call]
 
@@ -342,7 +343,7 @@ class MoELayer(nn.Module):
                 is rounded. Given together with topk_weights or `weigh`, or not at
                 all: then the layer routes by its gate.
             topk_weights: floating point weights of these experts, likewise, used as they are.
-            x_scale: with `cfg.activation_format`, who routes may pass x as codes: x in
+            x_scale: with `cfg.activation_format`, a caller that routes may pass x as codes: x in
                 torch.float8_e4m3fn, and its scales [rows, H / 128], or [..., H / 128] with the
                 leading dimensions of x, fp32 or E8M0 (also as uint8). They are sent as they are.
                 Not with shared experts, zero experts or `cfg.apply_router_weight_on_input`.
@@ -479,17 +480,18 @@ class MoELayer(nn.Module):
         call it, and none is in a call.
 
         Parameters keep their memory, so that captured graphs and `torch.compile` go on; what they
-        hold are the experts of `placement.ranks[rank]`. Until all ranks have theirs, nothing has
-        changed. Each rank needs memory for as much besides. Between processes experts are sent by
-        torch.distributed, over NVLink or a network where it uses NCCL.
+        hold are the experts of `placement.ranks[rank]`. Until all ranks have received theirs,
+        nothing has changed. Each rank needs memory for a second copy of its experts. Between
+        processes experts are sent by torch.distributed, over NVLink or a network where it uses
+        NCCL.
 
-        A `grad` and a `main_grad` move with their experts, and what `optimizers` keep of them. A
-        step of another optimizer that keeps something of them raises. Other layers with the same
-        tensors move, too. What a state dict has of experts gets memory of its own, so that it
-        stays as it was.
+        A `grad`, a `main_grad` and the states in `optimizers` move with their experts. A step of
+        another optimizer that has a state of these experts raises. Other layers with the same
+        tensors move, too. Experts in a state dict get memory of their own, so that they stay as
+        they were.
 
         What a signal's handler raises while experts are on their way, such as KeyboardInterrupt,
-        comes out when they have moved on all ranks, or on none: `placement` says which.
+        is raised when they have moved on all ranks, or on none: `placement` says which.
 
         Raises:
             TypeError: it is no placement, or `optimizers` no sequence of them.
@@ -505,7 +507,7 @@ class MoELayer(nn.Module):
                 known of all ranks, the world is aborted.
         """
         self._bound()
-        held = HeldSignals()  # amid the move, of which the others hear by themselves
+        held = HeldSignals()  # during the move, in which the other ranks learn of them
 
         def replace() -> None:
             agreement.require_placement(placement)
@@ -527,7 +529,7 @@ class MoELayer(nn.Module):
         passed: Sequence[torch.optim.Optimizer],
         signals: HeldSignals,
     ) -> None:
-        """Collective, in the gates of the world and of the workspaces: nobody makes a call."""
+        """Collective, in the gates of the world and of the workspaces: no thread makes a call."""
         with replacing.nothing_moves():
             agreement.agree(self.cfg, self.world, self._place, "MoELayer.replace", placement)
         self._require_movable(placement)
@@ -564,13 +566,15 @@ class MoELayer(nn.Module):
         passed: Sequence[torch.optim.Optimizer],
         signals: HeldSignals,
     ) -> None:
-        """Collective. All ranks have moved their experts, or none has, but where one is lost."""
+        """Collective. All ranks have moved their experts afterwards, or none has, unless a rank is
+        lost.
+        """
         world, old, experts = self.world, self.placement, self._bound()
         error: Exception | None = None
         held: dict[str, torch.Tensor] = {}
         made: dict[str, torch.Tensor] = {}
         apart: list[tuple[torch.Tensor, torch.Tensor]] = []
-        # What is written in inference mode would not be seen by a backward that is to come.
+        # A later backward would not see what is written in inference mode.
         with torch.inference_mode(False), torch.no_grad():
             try:
                 experts.engine.require_open()
@@ -578,7 +582,7 @@ class MoELayer(nn.Module):
                 made = moving.room(held)
                 apart = [(one, one.clone()) for one in sharing.given(held)]
                 experts.settle()
-            except Exception as raised:  # what does not fit, no memory, a call that failed
+            except Exception as raised:  # a misfit, no memory, a failed call
                 error = raised
             with replacing.nothing_moves():
                 replacing.require_on_all(world, error, signals.raised)
@@ -633,11 +637,12 @@ class MoELayer(nn.Module):
         return self._bound().trace()
 
     def check(self) -> None:
-        """Raises what has gone wrong in the calls so far. Waits for them.
+        """Waits for the calls so far, and raises what went wrong in them.
 
-        On the twin a call raises by itself. On the GPU a call only launches: what goes wrong in it
-        is known when its kernel has ended, and raises here or in a later call. A selection bias
-        that is not finite raises `ValueError` there only here; its expert is a last choice.
+        On the twin a call raises by itself. On the GPU a call only launches: an error in it is
+        known when its kernel has ended, and is raised here or in a later call. On the GPU only this
+        function raises `ValueError` for a selection bias that is not finite; its expert is a last
+        choice.
         """
         self._bound().check()
         if self.gate.selection_bias is not None:
@@ -650,7 +655,7 @@ class MoELayer(nn.Module):
         self._bound().reset()
 
     def extra_repr(self) -> str:
-        """What `print` shows of the layer."""
+        """The text that `print` shows for the layer."""
         rank, ranks = self._place
         sliced = ""
         if self._slicing.cuts:
@@ -714,10 +719,8 @@ class MoELayer(nn.Module):
         return state
 
     def _state(self) -> dict[str, Any]:
-        """All but what belongs to the world.
-
-        And but what `compile` made: as of any module, a copy is not compiled, or it would run this
-        layer.
+        """All attributes but those that belong to the world and what `compile` made: a copy of any
+        module is not compiled, or it would run this layer.
         """
         left = (*_OF_THE_WORLD, "_compiled_call_impl")
         state = {name: value for name, value in self.__dict__.items() if name not in left}
@@ -739,7 +742,9 @@ class MoELayer(nn.Module):
         wrappers.protect(self)
 
     def _make(self, cfg: MoEConfig, world: World, workspace: Workspace | None, init: bool) -> None:
-        """Parameters and what computes with them. Collective, in the world's gate."""
+        """Makes the parameters and the experts that compute with them. Collective, in the world's
+        gate.
+        """
         kind = "MoELayer" if init else "MoELayer(init=False)"
         apart = self._agree(cfg, world, kind)
         local = len(self._own())
@@ -799,8 +804,8 @@ class MoELayer(nn.Module):
             *(self.cfg, world, workspace, self.placement, self._slicing, self._placed)
         )
         self._device = self.experts.device
-        # A buffer, since `torch.export` lets a graph write nothing else; but what is done to the
-        # layer's buffers is not done to this one, which all layers share.
+        # A buffer, since `torch.export` lets a graph write nothing else; but moves and casts of the
+        # layer's buffers leave this one alone, which all layers share.
         self.register_buffer("_order", None, persistent=False)
         self._buffers["_order"] = custom_op.order_on(self._device)
         wrappers.protect(self)
@@ -825,7 +830,7 @@ class MoELayer(nn.Module):
             self._initialise(seed)
 
     def _initialise(self, seed: int) -> None:
-        generator = torch.Generator(self.w1.device)  # drawn where they lie, gigabytes in no time
+        generator = torch.Generator(self.w1.device)  # on their device, which is fast
         with torch.no_grad():
             generator.manual_seed(seed)
             _fill_uniform(self.gate.weight, generator)
@@ -859,7 +864,7 @@ class MoELayer(nn.Module):
             self.set_matrix(name, local, drawn)
 
     def _drawn(self, name: str, count: int, generator: torch.Generator) -> torch.Tensor:
-        """This rank's part of so many whole matrices that are drawn, in fp32."""
+        """This rank's part of `count` whole matrices that are drawn, in fp32."""
         whole, part = (
             torch.Size((count, *_shapes_of(cfg)[name]))
             for cfg in (self.cfg, self._slicing.cut(self.cfg))
@@ -868,7 +873,7 @@ class MoELayer(nn.Module):
         return self._slicing.part(drawn, whole, part, self._halves(name), self._place[0])
 
     def _halves(self, name: str) -> int:
-        """Of a tensor with gates and ups 2, of which each is cut alone."""
+        """2 for a tensor of gates and ups, each of which is cut alone; else 1."""
         return self.cfg.halves if name.startswith(_HALVED) else 1
 
     def set_matrix(self, name: str, local: int, numbers: torch.Tensor) -> None:
@@ -903,7 +908,7 @@ class MoELayer(nn.Module):
         return None if why is None else f"that has no backward{why}"
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MoELayer:
-        """Moves what is the layer's, and not the tensor that orders the calls of all layers.
+        """Moves the layer's tensors, but not the tensor that orders the calls of all layers.
 
         Raises `TypeError`, before anything has changed, for `to`, `half` and their like if they
         would give its experts another dtype. Codes and their scales keep theirs.
@@ -963,7 +968,7 @@ class MoELayer(nn.Module):
             self._given.add(self._given_to(destination, prefix))
 
     def _given_to(self, state: Mapping[str, Any], prefix: str) -> Iterator[torch.Tensor]:
-        """The tensors of experts that a state dict has, of a DTensor what it has here."""
+        """The tensors of experts in a state dict; of a DTensor, the local part."""
         for name in self._names_of_experts():
             keys = [f"{prefix}{name}.{expert}" for expert in self._own()]
             for key in (prefix + name, *keys):
@@ -975,15 +980,15 @@ class MoELayer(nn.Module):
         return self._parameters.get(state_names.state_name(self.cfg, name))
 
     def _key(self, prefix: str, name: str) -> str:
-        """Of that parameter in a state dict."""
+        """The key, in a state dict, of the parameter that a call knows as `name`."""
         return prefix + state_names.state_name(self.cfg, name)
 
     def _names_of_experts(self) -> list[str]:
-        """Of the parameters that each rank holds for its own experts."""
+        """The names of the parameters that each rank holds for its own experts."""
         return [state_names.state_name(self.cfg, name) for name in wrappers.EXPERTS]
 
     def _holding(self) -> tuple[int, int]:
-        """Which of the ranks this one is that share out experts, and how many they are."""
+        """This rank's number among the ranks that divide the experts, and how many these are."""
         rank, ranks = self._place
         return self._slicing.holder(rank), self._slicing.holders(ranks)
 
@@ -1004,8 +1009,8 @@ class MoELayer(nn.Module):
 
     def _name_slices(self, state: dict[str, Any], prefix: str) -> None:
         """Gives this rank's slices in a state dict names of their own, such as w1.0of2 for w1.
-        Where groups of ranks share out the experts, each expert has its own, such as w1.3.0of2, and
-        so has what is not cut of it, such as b2.3.
+        Where groups of ranks divide the experts, each expert has names of its own, such as
+        w1.3.0of2; so do its tensors that are not cut, such as b2.3.
 
         So a checkpoint has the slices of all ranks. What is equal on all ranks keeps its name.
         """
@@ -1024,10 +1029,10 @@ class MoELayer(nn.Module):
                 state[key + end] = state.pop(key)
 
     def _join_slices(self, taken: dict[str, Any], prefix: str, errors: list[str]) -> set[str]:
-        """Makes of slices, such as w1.0of2 and w1.1of2, a whole w1, where all are there; or takes
-        this rank's own. So it makes of w1.3.0of2 and w1.3.1of2 a w1.3, for each expert of this
-        rank. Where neither is there, an error says which slices are. Returns the keys that have
-        such an error.
+        """Joins slices, such as w1.0of2 and w1.1of2, to a whole w1, where all are there; or takes
+        this rank's own. For each expert of this rank it likewise joins w1.3.0of2 and w1.3.1of2 to
+        w1.3. Where neither is possible, an error names the slices that are there. Returns the keys
+        that have such an error.
         """
         found: dict[str, dict[tuple[int, int], str]] = {}  # by what they are slices of
         for key in taken:
@@ -1063,9 +1068,9 @@ class MoELayer(nn.Module):
         is_cut: bool,
         taken: dict[str, Any],
     ) -> bool:
-        """The same of one tensor, called `joined`: of experts of the shape `whole`, or of a single
-        one. `found`: the keys of its slices, by number and count; `is_cut`: whether ranks of this
-        layer have slices of it. Returns whether it is there now.
+        """Joins the slices of one tensor, called `joined`: of all experts, with the shape `whole`,
+        or of a single one. `found`: the keys of its slices, by number and count; `is_cut`: whether
+        ranks of this layer have slices of it. Returns whether it is there now.
         """
         slicing = self._slicing
         for count in sorted({of for _, of in found}):
@@ -1095,8 +1100,8 @@ class MoELayer(nn.Module):
         ]
 
     def _told_of_slices(self, key: str, found: list[tuple[int, int]]) -> str:
-        """What a rank is told of slices, each a number and of how many, that are not its own and
-        do not make a whole.
+        """The error text for slices, each a number and a count, that are not this rank's own and do
+        not make a whole.
         """
         there = ", ".join(f"{key}.{number}of{count}" for number, count in found)
         slicing, rank = self._slicing, self._place[0]
@@ -1111,8 +1116,8 @@ class MoELayer(nn.Module):
         )
 
     def _cut(self, name: str, given: torch.Tensor) -> torch.Tensor:
-        """This rank's slice of a whole tensor of its experts, or of the shared ones; what has the
-        shape of a slice already is one.
+        """This rank's slice of a whole tensor of its experts, or of the shared ones; a tensor with
+        the shape of a slice is returned as it is.
         """
         whole, part = self._expected_of(self.cfg)[name].shape, self._expected()[name].shape
         if given.shape != whole or whole == part:
@@ -1136,8 +1141,8 @@ class MoELayer(nn.Module):
         )
 
     def _join_experts(self, taken: dict[str, Any], prefix: str, errors: list[str]) -> set[str]:
-        """Makes of the tensors of single experts, such as w1.3, this rank's w1, where there is no
-        w1, and leaves out those of other ranks. Where one is missing all stay, and PyTorch names
+        """Stacks the tensors of single experts, such as w1.3, to this rank's w1, where there is no
+        w1, and leaves out those of other ranks. If one is missing, all stay, and PyTorch names
         them. Returns the keys of the tensors that it has made.
         """
         joined = set()
@@ -1172,9 +1177,9 @@ class MoELayer(nn.Module):
     def _single(
         self, key: str, name: str, given: Any, whole: torch.Size, part: torch.Size
     ) -> torch.Tensor:
-        """What this rank holds of one expert's tensor, which a state dict has under `key`, and a
-        call as a part of `name`: of shape `part`, or cut from a `whole` one. Raises `ValueError`
-        for others.
+        """This rank's part of one expert's tensor, which a state dict has under `key`, and which a
+        call knows as a part of `name`: of shape `part`, or cut from a `whole` one. Raises
+        `ValueError` for others.
         """
         single = sharding.everything(key, given)
         if single.shape not in (whole, part):
@@ -1191,7 +1196,7 @@ class MoELayer(nn.Module):
 
     def _of_all_ranks(self, local: torch.Tensor) -> torch.Tensor:
         """The DTensor [E, ...] of which this rank's part is `local` [X, ...]; `local` itself where
-        torch.distributed has not the ranks of the world.
+        torch.distributed does not have the ranks of the world.
 
         Raises `RuntimeError` where experts do not lie in order, which a DTensor cannot say.
         """
@@ -1211,7 +1216,7 @@ class MoELayer(nn.Module):
         return sharding.whole(local, self.cfg.experts, self._device, group)
 
     def _group(self) -> ProcessGroup | None:
-        """What torch.distributed has of the ranks of the world, if it has them."""
+        """The process group of the world's ranks, if torch.distributed has one."""
         known = None if self.experts is None else self.world.group
         group = None if known is None else sharding.found_again(known)
         is_default = not self._apart and sharding.process_group_place() == self._place
@@ -1230,7 +1235,7 @@ class MoELayer(nn.Module):
         )
 
     def _mine_of(self, key: str, name: str, given: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        """What this rank takes of its experts' tensor in a state dict."""
+        """This rank's part of its experts' tensor in a state dict."""
         if not self._slicing.cuts:
             return self._of_this_rank(key, given, own.shape[1:])
         given = sharding.everything(key, given)
@@ -1246,7 +1251,7 @@ class MoELayer(nn.Module):
         assigns = others[0].get("assign_to_params_buffers", False)
         refused = state_names.take_other_formats(self.cfg, taken, prefix)
         errors += refused
-        if refused:  # and not missing once more
+        if refused:  # so it is not missing as well
             named = {prefix + name: self._parameters.get(name) for name in self._names}
             taken = {key: kept for key, kept in named.items() if kept is not None} | taken
         joined = self._join_slices(taken, prefix, errors)
@@ -1265,7 +1270,7 @@ class MoELayer(nn.Module):
             except ValueError as error:
                 errors.append(str(error))
                 remedies |= self._remedies_of_part(given, own)
-                mine = own  # neither missing nor of a wrong shape once more
+                mine = own  # so neither missing nor of a wrong shape as well
             taken[key] = _apart(mine) if assigns and mine is not given else mine
         errors += remedies
         for name in _EQUAL:
@@ -1286,7 +1291,9 @@ class MoELayer(nn.Module):
         super()._load_from_state_dict(taken, prefix, *others)
 
     def _remedies_of_part(self, given: torch.Tensor, own: torch.Tensor) -> set[str]:
-        """What is said besides where a tensor has some experts, as a rank of another world has."""
+        """Further remedies for a tensor that has some experts, such as one of a rank of another
+        world.
+        """
         some = given.dim() == own.dim() and 0 < len(given) < self.cfg.experts
         if sharding.is_dtensor(given) or not some or given.shape[1:] != own.shape[1:]:
             return set()
@@ -1311,11 +1318,11 @@ class MoELayer(nn.Module):
             raise ValueError(key + wrong.removeprefix(name))
 
     def _expected(self) -> dict[str, call_checks.Expected]:
-        """What the parameters are to be, but the router's."""
+        """What the parameters are to be, except for the router's."""
         return self._expected_of(self._slicing.cut(self.cfg))
 
     def _expected_of(self, cfg: MoEConfig) -> dict[str, call_checks.Expected]:
-        """The same with the sizes of a config."""
+        """What the parameters, except for the router's, are to be with the sizes of `cfg`."""
         local = len(self._own())
         every = (
             *call_checks.expected_weights(cfg, local),
@@ -1333,8 +1340,8 @@ class MoELayer(nn.Module):
         return super().__getattr__(name) if kept == name else getattr(self, kept)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As of any module, where `layer.w1` is as `__getattr__` says; raises `AttributeError` for
-        what a layer was made with.
+        """Sets an attribute as any module does, where `layer.w1` is as `__getattr__` says; raises
+        `AttributeError` for what a layer was made with.
         """
         if name in _MADE_WITH and name in self.__dict__:
             raise AttributeError(
@@ -1386,7 +1393,7 @@ class MoELayer(nn.Module):
 
 
 def _told(experts: Sequence[int]) -> str:
-    """Which experts these are, in words, of many places the first."""
+    """These experts in words; of many runs, the first."""
     if not experts:
         return "no experts"
     runs: list[list[int]] = []
@@ -1465,7 +1472,9 @@ def _as_bits(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -
 
 
 def _stacked(single: list[torch.Tensor]) -> torch.Tensor:
-    """[X, ...] of tensors [...] of X experts. As bits: not all 8-bit floats can be stacked."""
+    """Stacks tensors [...] of X experts to [X, ...]. They are stacked as bits: not all 8-bit floats
+    can be.
+    """
     kind = single[0].dtype
     if kind not in _SMALL_FLOATS:
         return torch.stack(single)
@@ -1473,8 +1482,8 @@ def _stacked(single: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in memory of its own: one that is to be a parameter must not keep alive what it
-    was cut from, and has to be contiguous.
+    """The tensor in memory of its own: a parameter must be contiguous, and must not keep alive the
+    tensor that it was cut from.
     """
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
@@ -1484,7 +1493,7 @@ def _fill_uniform(weight: torch.Tensor, generator: torch.Generator) -> None:
 
 
 def _uniform(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-    """fp32 numbers within the inverse square root of the inputs, where the generator draws them."""
+    """fp32 numbers within ±1/sqrt(inputs), on the generator's device."""
     bound = shape[-1] ** -0.5
     drawn = torch.empty(shape, dtype=torch.float32, device=generator.device)
     return drawn.uniform_(-bound, bound, generator=generator)

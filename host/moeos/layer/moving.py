@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts that move from rank to rank: which go where, and how their tensors get there.
 
-It knows tensors of experts [X, ...] and worlds, and nothing of layers or of calls.
+This file must not depend on layers or calls.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from moeos.world.control import name_ranks
 from moeos.world.world import World
 
 _LOOK = 1e-4  # seconds between two looks at an operation of the GPU
-_SHORTEST = 1e-3  # seconds that a wait for an operation has at least
+_SHORTEST = 1e-3  # least seconds of a wait for an operation
 _EARLY = 0.01  # seconds by which a library may find too soon that the time is up
 _LEEWAY = 1.0  # seconds beyond the deadline in which operations that are given up must end
 
-_unfinished: list[object] = []  # what operations that never ended may still write
+_unfinished: list[object] = []  # memory that operations which never ended may still write
 
 
 class Move(NamedTuple):
@@ -37,7 +37,7 @@ class Move(NamedTuple):
 
     Attributes:
         expert: its number.
-        source, receiver: who has it, and who gets it.
+        source, receiver: the ranks that send and receive it.
     """
 
     expert: int
@@ -46,7 +46,7 @@ class Move(NamedTuple):
 
 
 def moves(old: Placement, new: Placement) -> list[Move]:
-    """What each rank gets that it has not: of the ranks that have it, by turns."""
+    """The experts that each rank lacks and receives, from the ranks that have them in turn."""
     found = []
     for expert, (had, has) in enumerate(zip(old.holders(), new.holders(), strict=True)):
         gaining = [rank for rank in has if rank not in had]
@@ -65,7 +65,7 @@ def require_way(world: World) -> None:
 
 
 def room(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Memory for as much. Apart from `fill`, since a rank may have too little."""
+    """Memory for the received experts. It is apart from `fill`, as a rank may have too little."""
     return {name: tensor.new_empty(tensor.shape) for name, tensor in held.items()}
 
 
@@ -78,9 +78,10 @@ def fill(
 ) -> None:
     """Writes to `made` this rank's experts as `new` has them. Collective.
 
-    `held`: [X, ...] by name, as `old` has them, of the same names on all ranks with experts. Nobody
-    may change them until all ranks are back. The GPU has done what was launched, and no signal's
-    handler may raise here: what a rank leaves half sent, another takes for something else.
+    `held`: [X, ...] by name, as `old` has them, of the same names on all ranks with experts. They
+    must not change until the call has returned on all ranks. The GPU has done what was launched,
+    and no signal's handler may raise here: what a rank leaves half sent, another takes for
+    something else.
 
     Raises `PeerTimeout` where a rank does not send or take its experts before the world's deadline.
     """
@@ -132,14 +133,14 @@ def _exchange(operations: list[dist.P2POp], peers: list[int], world: World) -> N
             late: list[int] = []
             error: Exception | None = None
             for number, request in enumerate(requests):
-                # A library may have one request of all operations.
+                # A library may return one request for all operations.
                 its = peers if len(requests) < len(peers) else [peers[number]]
                 try:
                     arrived = _arrives(request, ends, polled=device.type == "cuda")
                 except Exception as raised:
                     # The others go on: their peers wait for what is sent to them.
                     arrived = False
-                    if time.monotonic() < ends - _EARLY:  # else it says that the time is up
+                    if time.monotonic() < ends - _EARLY:  # else the timeout is reported
                         error = error or raised
                 late += [] if arrived else its
             if late:
@@ -158,7 +159,7 @@ def _exchange(operations: list[dist.P2POp], peers: list[int], world: World) -> N
 def _arrives(request: Any, ends: float, *, polled: bool) -> bool:
     """Whether an operation has ended by then. `polled`: its own wait would only be the stream's."""
     if not polled:
-        # At least something: 0 means no limit.
+        # Never 0, which means no limit.
         left = max(ends - time.monotonic(), _SHORTEST)
         return bool(request.wait(datetime.timedelta(seconds=left)))
     while not request.is_completed():

@@ -2,9 +2,10 @@
 """What an optimizer keeps of a layer's experts: in its state dict as one tensor of all ranks.
 
 A moment lies as its parameter does: plain, with this rank's experts, under a name that all ranks
-have. A checkpoint that saw it so would keep one rank's of it, and give that to all. So a state dict
-holds what it holds of a layer: DTensors, sharded over the experts. This file knows optimizers, and
-of a layer only which parameters are its experts, where they lie, and how it converts them.
+have. A checkpoint that saw it so would keep one rank's moment, and give that to all ranks. So in a
+state dict a moment is what the parameter is: a DTensor, sharded over the experts. This file knows
+optimizers, and of a layer only which parameters are its experts, where they lie, and how it
+converts them.
 
 An optimizer knows no layers, and PyTorch has no hook for the state dicts of all optimizers. So the
 two methods of `torch.optim.Optimizer` are wrapped, once, when the first layer is made.
@@ -81,7 +82,9 @@ def install(held: Callable[[], HeldById]) -> None:
 
 
 def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Raises `RuntimeError`, before its step, where it keeps of some expert what is another's."""
+    """Raises `RuntimeError`, before an optimizer's step, where it keeps another expert's state for
+    an expert.
+    """
     _stepped.add(optimizer)
     for one in _behind.get(optimizer, ()):
         if _is_of_others(optimizer, one):
@@ -91,9 +94,9 @@ def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
 def state_of(
     optimizer: torch.optim.Optimizer, parameter: Tensor, name: str, rank: int
 ) -> dict[str, Tensor]:
-    """What it keeps of experts, of which each has a part: tensors [X, ...] by their names.
+    """What an optimizer keeps of experts, a part for each: tensors [X, ...] by their names.
 
-    Raises `ValueError` for a tensor of another shape, whose parts nobody knows, and `RuntimeError`
+    Raises `ValueError` for a tensor of another shape, whose parts are unknown, and `RuntimeError`
     for a state that is of other experts.
     """
     for one in _behind.get(optimizer, ()):
@@ -123,8 +126,8 @@ def left_behind(
     old: Placement,
     moved: Collection[torch.optim.Optimizer],
 ) -> None:
-    """Remembers of all optimizers but those that `moved` what they keep of a parameter, which is
-    of experts where `old` has them. Their next step raises.
+    """Remembers the state that each optimizer but those that `moved` keeps for a parameter, whose
+    experts lie as `old` says. Their next step raises.
     """
     for optimizer in list(_stepped):
         state = optimizer.state.get(parameter)
@@ -138,7 +141,7 @@ def left_behind(
 
 
 def _is_of_others(optimizer: torch.optim.Optimizer, one: Behind) -> bool:
-    """Whether it has that state still, and the experts lie elsewhere."""
+    """Whether the optimizer still has that state, and the experts lie elsewhere."""
     layer, state = one.layer(), optimizer.state.get(one.parameter)
     return layer is not None and state is one.state and layer.placement != one.placement
 

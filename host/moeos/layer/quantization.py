@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes a layer whose weights are in a format of one whose are not, and numbers of codes again.
 
-It knows layers, and nothing of what a format means.
+This file must not depend on what a format means.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What goes along when a layer's experts move, and what keeps them from moving.
 
-Beside the weights these are gradients, what optimizers keep, other layers of the same weights, and
-what state dicts hold. This file knows layers, their parameters and optimizers, and nothing of
-engines, or of how tensors get to other ranks.
+In addition to the weights these are gradients, optimizer states, other layers with these weights,
+and what state dicts hold. This file must not depend on engines, or on how tensors get to other
+ranks.
 """
 
 from __future__ import annotations
@@ -30,36 +30,38 @@ if TYPE_CHECKING:
 
 _AT_LEAST = 1.0  # seconds that the last exchange waits, however long a rank's experts took
 _NOTHING = "No expert has moved"
-_MAX_TOLD = 2000  # characters of a rank's error that the others are told
+_MAX_TOLD = 2000  # characters of a rank's error that the others get
 
 
 class Given:
-    """The tensors in a layer's memory that its state dicts have, as long as somebody holds them.
+    """The tensors in a layer's memory that its state dicts have, as long as they are referenced.
 
-    They have names of experts. So before others come to lie there, they get memory of their own.
+    State dicts name them by expert. So before other experts take their place, they get memory of
+    their own.
     """
 
     def __init__(self) -> None:
         self._references: list[TensorWeakRef] = []
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        """Remembers some more, and forgets those that nobody holds."""
+        """Adds some, and forgets those that are no longer referenced."""
         kept = [one for one in self._references if one() is not None]
         self._references = kept + [TensorWeakRef(tensor) for tensor in tensors]
 
     def within(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Those that lie in the memory of others."""
+        """The remembered tensors that share memory with `tensors`."""
         alive = [tensor for one in self._references if (tensor := one()) is not None]
         return [one for one in alive if any(_overlap(one, other) for other in tensors)]
 
 
 class SharingLayers(NamedTuple):
-    """A layer, and what there is of other layers that have its weights.
+    """A layer, and the other layers that share its weights.
 
     Attributes:
-        layer: whose experts are to move.
+        layer: the one whose experts are to move.
         fellows: others of the same weights, by their numbers.
-        unknown: the same where this rank has no experts, which cannot be told from others'.
+        unknown: such layers where this rank has no experts and so cannot distinguish them from
+            layers with other weights.
         own: the numbers of further layers of this world that could move: they have other weights.
         error: why they cannot move together; None where they can.
     """
@@ -72,7 +74,7 @@ class SharingLayers(NamedTuple):
 
     @classmethod
     def of(cls, layer: MoELayer) -> SharingLayers:
-        """As it is now on this rank."""
+        """Describes what a layer shares now on this rank."""
         fellows: dict[int, MoELayer] = {}
         unknown: dict[int, MoELayer] = {}
         own: list[int] = []
@@ -108,14 +110,14 @@ class SharingLayers(NamedTuple):
 
     @property
     def workspaces(self) -> list[Workspace]:
-        """Of all its layers, in whose gates they move."""
+        """The workspaces of all its layers, through whose gates experts move."""
         every = (self.layer, *self.fellows.values(), *self.unknown.values())
         return [layer.experts.workspace for layer in every if layer.experts is not None]
 
     def held(self, passed: Sequence[Optimizer]) -> dict[str, Tensor]:
         """All tensors [X, ...] of this rank that move, by names that all ranks have.
 
-        Raises what a call raises for weights that are not as the layer was made, `TypeError` and
+        Raises what a call raises for weights that no longer fit the layer, `TypeError` and
         `ValueError` for a `main_grad` or a state that does not fit, and `error`.
         """
         if self.error is not None:
@@ -147,7 +149,7 @@ class SharingLayers(NamedTuple):
         return held
 
     def given(self, held: dict[str, Tensor]) -> list[Tensor]:
-        """What state dicts have in the memory of `held`."""
+        """The tensors of state dicts in the memory of `held`."""
         tensors = list(held.values())
         return [
             one
@@ -156,7 +158,7 @@ class SharingLayers(NamedTuple):
         ]
 
     def agreed(self, held: dict[str, Tensor]) -> list[Experts]:
-        """The experts of all its layers. Collective.
+        """Returns the experts of all its layers. Collective.
 
         Raises `ConfigMismatch`, alike on all ranks, unless they move the same tensors and layers.
         """
@@ -174,12 +176,12 @@ class SharingLayers(NamedTuple):
         return [one.experts for one in (self.layer, *others) if one.experts is not None]
 
     def moved(self, old: Placement, passed: Sequence[Optimizer]) -> None:
-        """Optimizers that were not passed are told so: all experts lie elsewhere now."""
+        """Tells optimizers that were not passed that all experts lie elsewhere now."""
         for name, parameter in self._parameters():
             optimizers.left_behind(self.layer, name, parameter, old, passed)
 
     def _parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Those of all layers' experts, each once, by names that all ranks have."""
+        """The parameters of all layers' experts, each once, by names that all ranks have."""
         seen = set()
         for number, layer in [(None, self.layer), *sorted(self.fellows.items())]:
             for name in wrappers.EXPERTS:
@@ -200,11 +202,11 @@ def require_on_all(
     Collective.
 
     `interrupted`: what a signal's handler has raised here. `since`: when experts began to be sent,
-    of `time.monotonic()`; behind this exchange ranks change what they have. One that got no experts
-    comes here at the deadline from then on, and all wait for it `MARGIN` more, and no longer. A
-    rank that cannot know whether the others have changed theirs aborts the world.
+    of `time.monotonic()`; after this exchange ranks change what they have. A rank that got no
+    experts comes here at the deadline from then on, and all wait `MARGIN` longer for it. A rank
+    that cannot know whether the others have changed theirs aborts the world.
 
-    Raises what there is here; else `PeerTimeout` for a rank that was late, is gone, or was
+    Raises this rank's own error; else `PeerTimeout` for a rank that was late, is gone, or was
     interrupted, and `ValueError` with the text of any other error.
     """
     what = "the experts of its new placement"
@@ -247,7 +249,9 @@ def require_on_all(
 
 @contextlib.contextmanager
 def nothing_moves() -> Iterator[None]:
-    """Before the last exchange: whoever is missing there keeps all others from moving theirs."""
+    """Wraps what precedes the last exchange: a rank that is missing there keeps all others from
+    moving their experts.
+    """
     try:
         yield
     except PeerTimeout as error:
@@ -296,7 +300,7 @@ def _writable(name: str, tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether some memory is of both."""
+    """Whether two tensors share memory."""
     if one.is_meta or other.is_meta or one.numel() == 0 or other.numel() == 0:
         return False
     ends = [tensor.data_ptr() + tensor_memory.extent(tensor) for tensor in (one, other)]
@@ -322,7 +326,7 @@ def _why_apart(layer: MoELayer, other: MoELayer) -> str:
 
 
 def _told(layer: MoELayer) -> str:
-    """A layer in an error."""
+    """The name of a layer in an error."""
     if layer.experts is None:
         return "a layer from a pickle"
     return _numbered(layer.world, layer.experts.engine.number)
@@ -357,7 +361,7 @@ def _require_same_tensors(signatures: list[dict[str, tuple[str, list[int]]] | No
 
 
 def _require_same_fellows(world: World, told: list[tuple[set[int], set[int]]]) -> None:
-    """`told`: by rank, which layers have these weights, and which have others."""
+    """`told` has, by rank, which layers have these weights, and which have others."""
     for rank, (shared, _) in enumerate(told):
         for other_rank, (_, own) in enumerate(told):
             both = shared & own

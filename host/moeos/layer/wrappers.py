@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What wraps a whole model for data parallelism leaves a layer's experts alone.
+"""Makes wrappers of a whole model for data parallelism leave a layer's experts alone.
 
 Wrappers make the parameters of all ranks equal, or cut them up, by name. Experts of equal names
-differ by rank, so either would destroy them without a word. This file knows of a layer only which
-of its tensors differ by rank, and how many ranks share them.
+differ by rank, so either would silently destroy them. This file must depend on nothing of a layer
+but which of its tensors differ by rank, and how many ranks share them.
 
 | wrapper | how it leaves experts alone |
 | --- | --- |
 | `fully_shard`, and the `replicate` that is built on it | it does not find them |
-| `FullyShardedDataParallel` | it is told to ignore them |
-| `DistributedDataParallel`, and the `replicate` that is built on it | likewise, by name |
-| `nn.DataParallel` | refused by the layer, which has one device |
-| `ZeroRedundancyOptimizer` | refused in its step, which sends whatever it was given |
+| `FullyShardedDataParallel` | it gets them as ignored | | `DistributedDataParallel`, and the
+`replicate` that is built on it | likewise, by name | | `nn.DataParallel` | refused by the layer,
+which has one device | | `ZeroRedundancyOptimizer` | refused in its step, which sends whatever it
+was given |
 
-Of weights that a module passes to `Experts` by itself nobody knows before a call. A wrapper that
-takes tensors of their shape warns, and so does a call with what a wrapper averages.
+Weights that a module passes to `Experts` are unknown before a call. A wrapper that takes tensors of
+their shape warns, and so does a call with what a wrapper averages.
 
-None has a hook for this: each reads what to ignore at the module that is wrapped, which a layer
-deep inside does not know. So functions of theirs are wrapped, once. What stands there is kept.
+No wrapper has a hook for this: each reads what to ignore from the module that is wrapped, which a
+layer deep inside does not know. So functions of the wrappers are wrapped, once, and still call the
+originals.
 """
 
 from __future__ import annotations
@@ -50,16 +51,16 @@ EXPERTS = ("w1", "w2", "b1", "b2", "w1_scale", "w2_scale", "w1_scale_2", "w2_sca
 """The parameters of a layer that each rank holds for its own experts only."""
 
 _SHARED = tuple(f"shared_{name}" for name in EXPERTS if not name.startswith("b"))
-"""Those of the shared experts, which have no biases."""
+"""The parameters of the shared experts, which have no biases."""
 
 _FSDP = "torch.distributed.fsdp."
 
 _layers: weakref.WeakValueDictionary[int, MoELayer] = weakref.WeakValueDictionary()  # by id
 _told: weakref.WeakSet[World] = weakref.WeakSet()
-"""Worlds of whose replicas somebody was warned."""
+"""Worlds that have already warned of their replicas."""
 
 _watched: weakref.WeakSet[Experts] = weakref.WeakSet()
-"""Those with weights of the caller's, of which somebody may yet have to be warned."""
+"""Experts with the caller's weights, for which a warning may still be due."""
 
 _averaged = WeakIdKeyDictionary()
 """The parameters that a `DistributedDataParallel` makes equal, and on which ranks."""
@@ -68,8 +69,8 @@ _averaged = WeakIdKeyDictionary()
 class _Registry(dict[str, Any]):
     """What composable APIs note at a module, as PyTorch keeps it there.
 
-    `fully_shard` and `FullyShardedDataParallel` look into it before they ask for parameters. They
-    are wrapped then: to import them takes a second, which only those pay who use them.
+    `fully_shard` and `FullyShardedDataParallel` look into it before they ask for parameters. That
+    is when they are wrapped: importing them takes a second, which only programs that use them pay.
     """
 
     def __contains__(self, name: object) -> bool:
@@ -91,11 +92,11 @@ def protect(layer: MoELayer) -> None:
 
 
 def watch(experts: Experts) -> None:
-    """Makes wrappers that are made from now on warn of weights that a module passes to these."""
+    """Makes wrappers made from now on warn of weights that a module passes to `experts`."""
     if dist.is_available() and experts.world.size > 1:
         _watched.add(experts)
         _install()
-        with contextlib.suppress(RuntimeError):  # which who has layers is told
+        with contextlib.suppress(RuntimeError):  # layers raise it when they are wrapped
             _install_fsdp()
 
 
@@ -145,7 +146,8 @@ def _install() -> None:
 
 
 def _names_left_alone(module: nn.Module) -> Iterator[str]:
-    """By which `DistributedDataParallel` asks for what ranks hold alone, or what gloo cannot send.
+    """The names by which `DistributedDataParallel` asks for what ranks hold alone, or what gloo
+    cannot send.
 
     Experts of a world of one rank lie whole on each process, and are as any parameter.
     """
@@ -172,8 +174,8 @@ def _install_fsdp() -> None:
 
 
 def _having(name: str, *places: str) -> list[Any]:
-    """Those of the modules in `_FSDP` that have `name`. Raises `RuntimeError` if none has, and
-    somebody has imported one.
+    """The modules in `_FSDP` that have `name`. Raises `RuntimeError` if one has been imported and
+    none has `name`.
     """
     found = [sys.modules.get(_FSDP + place) for place in places]
     there = [one for one in found if one is not None and not _is_being_imported(one)]
@@ -188,7 +190,7 @@ def _having(name: str, *places: str) -> list[Any]:
 
 
 def _is_being_imported(module: Any) -> bool:
-    """Whether another thread is amid it: whoever wraps has what it asks for behind that."""
+    """Whether another thread is importing it: a wrapper needs the module only after its import."""
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
@@ -202,7 +204,7 @@ def _wrap(where: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
 
 
 def _without_experts(found: Any) -> Any:
-    """Around what finds the parameters and buffers that `fully_shard` cuts."""
+    """Wraps the function that finds the parameters and buffers that `fully_shard` cuts."""
 
     def find(*args: Any, **options: Any) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
         parameters, buffers = found(*args, **options)
@@ -213,7 +215,7 @@ def _without_experts(found: Any) -> Any:
 
 
 def _with_experts(found: Any) -> Any:
-    """Around what finds the parameters that `FullyShardedDataParallel` ignores."""
+    """Wraps the function that finds the parameters that `FullyShardedDataParallel` ignores."""
 
     def find(module: nn.Module, *args: Any, **options: Any) -> set[nn.Parameter]:
         ignored: set[nn.Parameter] = found(module, *args, **options)
@@ -224,7 +226,9 @@ def _with_experts(found: Any) -> Any:
 
 
 def _with_views(made: Any) -> Any:
-    """Around what makes a flat parameter of those that `FullyShardedDataParallel` found."""
+    """Wraps the function that makes a flat parameter of those that `FullyShardedDataParallel`
+    found.
+    """
 
     def make(state: Any, module: nn.Module, *args: Any, **options: Any) -> None:
         if not state._use_orig_params:
@@ -255,7 +259,7 @@ def _require_parameters(module: nn.Module, ignored: set[nn.Parameter]) -> None:
 
 
 def _with_mesh(made: Any) -> Any:
-    """Around what `fully_shard` makes of the parameters of modules, and of a mesh."""
+    """Wraps what `fully_shard` makes of the parameters of modules, and of a mesh."""
 
     def init(
         self: Any, parameters: Any, modules: Any, mesh_info: Any, *args: Any, **options: Any
@@ -272,7 +276,7 @@ def _with_mesh(made: Any) -> Any:
 def _named(
     modules: Iterable[nn.Module], parameters: Iterable[torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Those parameters by the names that modules have for them."""
+    """The parameters by the names that modules have for them."""
     ours = {id(one) for one in parameters}
     every = (pair for module in modules for pair in module.named_parameters())
     return {name: one for name, one in every if id(one) in ours}
@@ -375,8 +379,8 @@ def _ids_of_experts(some: Iterable[MoELayer]) -> set[int]:
 
 
 def _ids_of_shared(some: Iterable[MoELayer]) -> set[int]:
-    """What shared experts have in a format, which is equal on all ranks and never trained, and
-    gloo would not send 8-bit floats; and slices of them, which differ by rank.
+    """The ids of shared experts' quantized tensors, which are equal on all ranks and never trained,
+    and whose 8-bit floats gloo cannot send; and of slices of shared experts, which differ by rank.
     """
     some = [
         layer for layer in some if layer.cfg.shared_weight_format is not None or layer._slicing.sums
@@ -386,7 +390,7 @@ def _ids_of_shared(some: Iterable[MoELayer]) -> set[int]:
 
 
 def layers() -> list[MoELayer]:
-    """All that somebody holds, and copies of them."""
+    """All layers that are referenced, copies included."""
     references = _layers.valuerefs()  # a list: other threads make layers
     return [layer for one in references if (layer := one()) is not None]
 
@@ -405,7 +409,7 @@ def _refuse_zero(optimizer: torch.optim.Optimizer, *_: object) -> None:
     """Raises, before its step, for a `ZeroRedundancyOptimizer` that was given experts of which
     ranks hold different ones.
     """
-    # Nobody can hold one who has not imported it.
+    # A program that has not imported the class cannot have one.
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     kind = getattr(module, "ZeroRedundancyOptimizer", None)
     if kind is None or not isinstance(optimizer, kind):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trainer needs beside the layer: small things in plain PyTorch.
+"""What a trainer needs in addition to the layer: small things in plain PyTorch.
 
 Losses that balance experts, counts and biases, norms and scales of gradients, sums of experts'
 gradients over replicas, and the rounding of routing to tiles. None of them makes a call of a layer.

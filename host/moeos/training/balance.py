@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many tokens experts get, and what makes them equal: losses, and a bias of the router.
 
-Names and formulas are those of transformers and Megatron-Core. Nothing here waits for a GPU. It
-knows routing, and nothing of layers, configs or worlds.
+Names and formulas are those of transformers and Megatron-Core. Nothing here waits for a GPU. This
+file must not depend on layers, configs or worlds.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def tokens_per_expert(topk_ids: Tensor, num_experts: int, mask: Tensor | None = 
         topk_ids: int32 or int64 [..., k]. What is no expert, such as -1, counts nowhere.
         num_experts: E.
         mask: [...]: a token counts where it is true, or another number than 0. None: all count.
-            It is no mask that is added to scores, whose 0 means the opposite.
+            A mask that is added to scores has the opposite meaning.
 
     Raises:
         TypeError: ids are no integers.
         ValueError: `num_experts` is below 1, or the mask has another shape; on the CPU also where a
             floating point mask has negative numbers or NaN, as one that is added to scores has.
-            Elsewhere to look would wait for the device. So it is with all masks below.
+            Elsewhere the check would wait for the device. This holds for all masks below.
     """
     if topk_ids.dim() == 0:
         raise ValueError("topk_ids is []; it must be [..., k]")
@@ -158,14 +158,14 @@ def sequence_load_balancing_loss_func(
 ) -> Tensor:
     """DeepSeek-V3's loss of each sequence by itself, and the mean over the sequences.
 
-    Of a sequence of T tokens: c * sum over e of f_e * p_e, where f_e is E / (k * T) times the
-    tokens that chose e, and p_e the mean share that e has of a token's scores (arXiv:2412.19437,
-    equations 17 to 20). Equal experts give c.
+    A sequence of T tokens has the loss c * sum over e of f_e * p_e, where f_e is E / (k * T) times
+    the tokens that chose e, and p_e the mean share that e has of a token's scores
+    (arXiv:2412.19437, equations 17 to 20). Equal experts give c.
 
     Args:
         probs: [B, L, E]: scores, not negative. They are divided by their sum over E, which changes
-            nothing of a softmax. Where that is less than the least normal number of the dtype, the
-            gradient is that of a division by this number. Where padding may hold NaN, clear its
+            nothing for a softmax. Where the sum is less than the least normal number of the dtype,
+            the gradient is that of a division by this number. Where padding may hold NaN, clear its
             logits (`torch.where`) before the softmax, whose gradient would be NaN.
         topk_ids: int32 or int64 [B, L, any]; -1 is an unused slot.
         topk: k.
@@ -175,7 +175,7 @@ def sequence_load_balancing_loss_func(
             mean.
 
     Returns:
-        float32, 0-d; of float64 scores float64. 0 where there are no sequences.
+        float32, 0-d; float64 for float64 scores. 0 where there are no sequences.
 
     Raises:
         TypeError: ids are no integers.

@@ -2,8 +2,8 @@
 """Norms of gradients over ranks of which each holds its own experts.
 
 A norm over one rank's parameters would count its experts only, and ranks would clip by different
-factors. Here experts count once over the ranks of a world, and what all ranks hold counts once. It
-knows which parameters are experts, and nothing of how a layer computes.
+factors. Here experts count once over the ranks of a world, and what all ranks hold counts once.
+This file must not depend on how a layer computes.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def get_total_norm(
     the host, which waits until the world's deadline.
 
     Args:
-        parameters: of the model. Those without a gradient count as zeros, so that ranks may differ
+        parameters: the model's. A parameter without a gradient counts as zeros, so ranks may differ
             in which have one.
         norm_type: p, above 0; math.inf is the greatest magnitude.
         world: of the layers.
         experts: those of `parameters` that hold this rank's experts and belong to no `MoELayer`,
-            such as weights that are passed to `Experts`. Those of layers are known.
+            such as weights that are passed to `Experts`. The experts of layers are known.
 
     Returns:
         float32, 0-d, on the device of the world's tensors; the same on all ranks.
@@ -145,7 +145,7 @@ def clip_grad_norm_(
 def ids_of_experts(
     parameters: Iterable[Tensor], world: World, experts: Iterable[Tensor]
 ) -> set[int]:
-    """Those of `parameters` that hold this rank's experts, by `id`; and `experts`.
+    """The ids of `experts` and of the `parameters` that hold this rank's experts.
 
     Raises `TypeError` and `ValueError` as `get_total_norm` does.
     """
@@ -190,7 +190,7 @@ def ids_of_experts(
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """What a trainer has for a parameter: its `main_grad` where it has one, else its `grad`."""
+    """The gradient of a parameter: its `main_grad` where it has one, else its `grad`."""
     main_grad: Tensor | None = getattr(parameter, "main_grad", None)
     return parameter.grad if main_grad is None else main_grad
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of experts beside data parallelism: sums over replicas, and the mean that others are.
+"""Gradients of experts under data parallelism: sums over replicas, averaged as all others are.
 
-What wraps a model averages gradients over ranks, and leaves experts out. Theirs are sums over the
-ranks of a world, and nobody adds up those of other worlds with the same experts. This file knows
-which parameters are experts, and nothing of wrappers or of how a layer computes.
+Wrappers of a model average gradients over ranks, and leave experts out. Experts' gradients are sums
+over the ranks of one world, and no wrapper adds up those of other worlds with these experts. This
+file knows which parameters are experts, and must not depend on how a layer computes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _REMEDY = (
     "group again, or end the program on all. A rank that was not in the call that failed may "
     "be told so by its next one; behind that all meet"
 )
-_MAX_TOLD = 2000  # characters of a rank's error that the others are told
+_MAX_TOLD = 2000  # characters of a rank's error that the others get
 
 
 def reduce_expert_grads_(
@@ -55,15 +55,15 @@ def reduce_expert_grads_(
     average: bool = True,
     experts: Iterable[Tensor] = (),
 ) -> None:
-    """Makes gradients of experts, in place, what data parallelism makes of all others. Collective
+    """Reduces gradients of experts, in place, as data parallelism reduces all others. Collective
     for the ranks of `group`, if there is one.
 
-    Call it once a step, behind the last backward and before gradients are clipped. Each process of
+    Call it once a step, after the last backward and before gradients are clipped. Each process of
     `group` gets the same bits, in every run. No host waits for a device. Hosts compare first what
     they hold, by the group's store, and wait for each other until the world's deadline. On hosts
-    gloo adds up, over connections of its own, and sums lie beside the gradients until all ranks
-    have them: either all gradients of all ranks become sums, or none does. So what a signal's
-    handler raises comes out where nothing has changed, or behind the last sum.
+    gloo adds up, over connections of its own, and sums are kept apart from the gradients until all
+    ranks have them: either all gradients of all ranks become sums, or none does. So what a signal's
+    handler raises comes out where nothing has changed, or after the last sum.
 
     Args:
         parameters: of the model, the same on all ranks of `group`. Those that are no experts, or
@@ -86,8 +86,8 @@ def reduce_expert_grads_(
             of several dimensions, or has not this process; or as `get_total_norm` says. Where only
             another rank has such an error, it is named.
         PeerTimeout: a rank of `group` did not make the call before the world's deadline, or gave it
-            up; all may call it again. A rank that was not in that call at all may be told so by its
-            next one, which then fails on all; the call behind that is right.
+            up; all may call it again. A rank that was not in that call at all may get this error
+            from its next one, which then fails on all ranks; the call after that is right.
     """
     member = None if group is None else process_groups.membership(group)
     given = distinct(parameters)
@@ -107,7 +107,7 @@ def reduce_expert_grads_(
         return
     among = member
     ranks *= among.size if average else 1
-    # In the gate, so that threads do all of it one after the other.
+    # The gate makes threads do all of it one after the other.
     world.gate.run(lambda: _together(among, world, find, ranks))
 
 
@@ -143,8 +143,8 @@ def _together(
     """Adds up gradients of what `find` returns over a group, and divides them by `ranks`: on all
     ranks of the group, or on none. Collective.
 
-    On hosts sums lie beside the gradients until all ranks have said that they have them. From then
-    on this rank looks for no signal. On GPUs sums are launched behind that, in place.
+    On hosts sums are kept apart from the gradients until all ranks have said that they have them.
+    From then on this rank looks for no signal. On GPUs sums are launched after that, in place.
     """
     group: _Group | None = None
     sums = list[Tensor | None]()
@@ -168,7 +168,7 @@ def _together(
         with HeldSignals() as signals:
             if not all(control.allgather(signals.raised is None, _SUMS)):
                 raise PeerTimeout(f"{group.what} were not taken: a rank was interrupted. {_REMEDY}")
-            # A rank that comes when others have given up finds what they told, and not this.
+            # A rank that comes after the others gave up gets their error instead of this barrier.
             control.barrier(_SUMS)
             _take(trained, sums, member.group, ranks)
             well = True
@@ -220,8 +220,8 @@ def _agreed(
     """What `find` returns. Raises, on all ranks of the group, unless they hold the same experts and
     it raises on none.
 
-    Collective. All ranks make the same exchanges, whatever each of them holds: which ones follow
-    the first depends on what all have told there.
+    Collective. All ranks make the same exchanges, whatever each of them holds: what all sent in the
+    first exchange decides which ones follow.
     """
     trained: list[Tensor] = []
     error: Exception | None = None
@@ -240,11 +240,12 @@ def _agreed(
         if any(text is not None for _, text in told):
             return [("", text or "") for _, text in told]
         if all(its == mine for its, _ in told):
-            # A rank that comes when others have given up finds what they told, and not this.
+            # A rank that comes after the others gave up gets their error instead of this barrier.
             control.barrier(_WHAT)
             return []
         every = control.allgather(hashes, _WHAT)
-        # The first that differs from another rank's; one that some have not is behind all others.
+        # The first that differs from another rank's; one that some ranks lack comes after all
+        # others.
         least, most = min(map(len, every)), max(map(len, every))
         differ = [n for n in range(least) if len({its[n] for its in every}) > 1]
         at = differ[0] if differ else least
@@ -272,7 +273,7 @@ def _agreed(
 
 
 def _held(trained: list[Tensor], world: World) -> list[str]:
-    """Of each parameter, what must be equal on all ranks that have replicas of it."""
+    """What must be equal, for each parameter, on all ranks that have replicas of it."""
     holders = wrappers.experts_held()
     found = []
     for parameter in trained:
@@ -290,16 +291,16 @@ def _held(trained: list[Tensor], world: World) -> list[str]:
 
 
 def _key(member: Membership) -> tuple[str, int]:
-    """Of a group in `World.beside`: another one may get the name of one that was destroyed."""
+    """A group's key in `World.beside`: a new group may get the name of a destroyed one."""
     return member.group.group_name, id(member.group)
 
 
 class _Round:
-    """The number of what ranks of a group begin together: one behind the last that any has left.
+    """The number of what ranks of a group begin together: one after the last that any has left.
 
-    Each rank tells in the group's store which round it left last, whatever its call ended by. So
-    ranks that have missed a call, or left one before the others came, meet again: in any call that
-    no rank makes before all have ended the one before.
+    Each rank writes to the group's store which round it left last, however its call ended. So ranks
+    that have missed a call, or left one before the others came, meet again: in any call that no
+    rank makes before all have ended the one before.
     """
 
     def __init__(self, member: Membership, deadline: float, meeting: Meeting) -> None:
@@ -349,7 +350,7 @@ class _Round:
 
 
 class _Group:
-    """What ranks of a process group have beside it: a control plane, and sums of hosts over
+    """What ranks of a process group have in addition to it: a control plane, and sums of hosts over
     connections that no other all-reduce uses.
     """
 
@@ -381,7 +382,9 @@ class _Group:
         self.control.abort(reason)
 
     def leave(self, reason: str) -> None:
-        """The same, and this rank's next one meets the others' next one."""
+        """Ends the waits of all its ranks, and lets this rank's next round meet the others' next
+        one.
+        """
         self._leave_round()
         self.control.abort(reason)
 
@@ -396,10 +399,10 @@ class _Group:
 
 
 def _group_of(member: Membership, world: World) -> _Group:
-    """Made with the first call. Collective over the group."""
+    """The group's planes, made in its first call. Collective over the group."""
     found = world.beside.get(_key(member))
     if found is None:
-        world.require_open()  # a close has taken it, beside which nobody would come to a new one
+        world.require_open()  # a close has taken it, and no rank would join a new one
         found = world.beside[_key(member)] = _Group(member, world)
     assert isinstance(found, _Group)
     return found

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scaling of losses in float16, for ranks of which each holds its own experts.
 
-It knows PyTorch's scaler and the ranks of a world, and nothing of how a layer computes.
+This file must not depend on how a layer computes.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ class GradScaler(torch.amp.GradScaler):
     scaler of PyTorch it alone skips its step, and what all ranks hold differs from then on.
     `unscale_`, and `step` where it is not called before, are collective: all ranks must make them
     for the same optimizers, in the same order. An optimizer may have DTensors, such as those of
-    `fully_shard`, beside plain experts. A rank whose optimizer has no gradient does as the others.
+    `fully_shard`, as well as plain experts. A rank whose optimizer has no gradient does as the
+    others.
 
-    What a signal's handler raises amid `unscale_` comes out where no rank has unscaled a gradient,
-    or where all have: then PyTorch refuses to do it again. Where none has, it may be called again
-    after `world.reset()` on all ranks.
+    What a signal's handler raises during `unscale_` comes out where no rank has unscaled a
+    gradient, or where all have: then PyTorch refuses to do it again. Where none has, it may be
+    called again after `world.reset()` on all ranks.
 
     Args:
         device, settings: as of `torch.amp.GradScaler`.
@@ -75,7 +76,7 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, *others: Any
     ) -> dict[torch.device, Tensor]:
-        # All ways of PyTorch's to look for infinities end here.
+        # All of PyTorch's searches for infinities end here.
         def unscale(by: Tensor) -> dict[torch.device, Tensor]:
             found: dict[torch.device, Tensor] = {}
             for its in self._kinds(optimizer):
@@ -96,8 +97,8 @@ class GradScaler(torch.amp.GradScaler):
         if self._scaling is None:  # the optimizer scales them itself
             return interruption.told(world.aside, "GradScaler.step", look)
         found = look()
-        # From the last word on no signal comes before PyTorch has noted that they are scaled: or
-        # some ranks would have scaled and others not, or it would be done again.
+        # After the last exchange signals are held until PyTorch has noted that gradients are
+        # unscaled: else some ranks might have unscaled and others not, or they might do it again.
         held = self._scaling.ends.enter_context(self._scaling.held)
         world.gate.run(lambda: self._require_on_all(held))
         unscale(inv_scale)
@@ -111,7 +112,7 @@ class GradScaler(torch.amp.GradScaler):
                 f"rank {self._world.rank} of {self._world.size}: nothing was unscaled, for a rank "
                 "was interrupted. All ranks may call world.reset() and go on"
             )
-        # A rank that comes when others have given up finds what they told, and not this.
+        # A rank that comes after the others gave up gets their error instead of this barrier.
         control.barrier(_WHAT)
 
     def _found(self, look: Callable[[], dict[torch.device, Tensor]]) -> dict[torch.device, Tensor]:
@@ -141,7 +142,9 @@ class GradScaler(torch.amp.GradScaler):
         return found
 
     def _kinds(self, optimizer: torch.optim.Optimizer) -> list[Any]:
-        """What PyTorch's scaler takes at once, as optimizers: no DTensors beside others."""
+        """What PyTorch's scaler takes at once, as optimizers: no DTensors together with other
+        tensors.
+        """
         kinds: dict[Any, list[Tensor]] = {}
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
@@ -166,6 +169,6 @@ class _Scaling(NamedTuple):
 
 
 class _Parameters(NamedTuple):
-    """What PyTorch's scaler reads of an optimizer."""
+    """The part of an optimizer that PyTorch's scaler reads."""
 
     param_groups: list[dict[str, list[Tensor]]]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures what this process's current GPU does at most, each rate by itself, timed by CUDA events.
 
-It knows nothing of layers, of links between GPUs, or of what the rates are used for.
+This file must not depend on layers, on links between GPUs, or on what the rates are used for.
 """
 
 from __future__ import annotations

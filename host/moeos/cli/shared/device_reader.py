@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads a GPU's memory at full rate, by which it also flushes the L2 cache.
 
-A benchmark measures by it what memory gives, and calls that begin cold are prepared by it. It knows
-nothing of layers.
+A benchmark measures by it what memory gives, and calls that begin cold are prepared by it. This
+file must not depend on layers.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ FLUSH_BYTES = 1 << 28
 """Read to put everything else out of an L2 cache of at most a quarter of it."""
 
 THREADS = 1024
-"""Of a block."""
+"""The threads of a block."""
 VECTOR_BYTES = 16
-"""Of a load."""
+"""The bytes of a load."""
 
 _SOURCE = """
 struct alignas(16) Vector { unsigned int x, y, z, w; };
@@ -45,8 +45,8 @@ extern "C" __global__ void read_all(const Vector* __restrict__ source, int count
 class Reader:
     """Reads device memory at full rate; so it also flushes the L2 cache, and leaves clean lines.
 
-    What is in the cache after a flush by writes must be written back before it makes room, which
-    would slow down whoever comes next.
+    Lines that a flush by writes leaves in the cache must be written back before they make room,
+    which would slow down the next kernel.
     """
 
     def __init__(self) -> None:
@@ -60,10 +60,10 @@ class Reader:
         self._kernel(grid(2), (THREADS, 1, 1), [memory, count, self._sink])
 
     def flush(self) -> None:
-        """Launches a kernel after which the L2 cache holds nothing that anybody needs."""
+        """Launches a kernel after which the L2 cache holds only clean, unneeded lines."""
         self.read(self._other)
 
 
 def grid(blocks_each: int) -> tuple[int, int, int]:
-    """So many blocks for each multiprocessor."""
+    """A grid with `blocks_each` blocks for each multiprocessor."""
     return torch.cuda.get_device_properties().multi_processor_count * blocks_each, 1, 1

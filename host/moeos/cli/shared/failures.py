@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a command ends: with an exit code and, where it failed, one line on stderr.
 
-It knows which exceptions mean bad input and which mean failure, and nothing of what commands do.
+This file must not depend on what commands do.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Value = TypeVar("Value")
 
 
 class Refused(Exception):
-    """Bad input that all ranks know of and leave by, so that one of them can say it for all."""
+    """Bad input that makes all ranks leave, so that one of them can report it."""
 
 
 def finish(command: Callable[[], int], json_file: Path | None = None) -> NoReturn:
@@ -61,7 +61,7 @@ def finish(command: Callable[[], int], json_file: Path | None = None) -> NoRetur
 
 
 def say(error: BaseException) -> None:
-    """One line on stderr."""
+    """Prints the error as one line on stderr."""
     print(f"moeos: {_sentence(error)}", file=sys.stderr, flush=True)
 
 

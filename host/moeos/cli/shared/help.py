@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who shows a command's help: of the ranks that a launcher has started, rank 0 alone."""
+"""Shows a command's help on rank 0 alone, where a launcher has started several ranks."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ def shown_once() -> Iterator[None]:
 def _another_rank_speaks() -> bool:
     try:
         return launchers.detect(os.environ).rank not in (0, None)
-    except ValueError:  # help is for who has set it up wrongly, too
+    except ValueError:  # help is shown in a wrong setup, too
         return False

@@ -38,7 +38,7 @@ def version_of(package: str) -> str | None:
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python and of the packages that a result depends on."""
+    """The versions of Python and of the packages that a result depends on."""
     return {"python": platform.python_version()} | {name: version_of(name) for name in _PACKAGES}
 
 
@@ -95,7 +95,7 @@ def describe() -> dict[str, object]:
 
 
 def processors_of(world: World) -> int:
-    """Of each rank: threads of the twin, or blocks of the GPU, one of which is the OS block."""
+    """The processors of each rank: threads of the twin, or blocks of the GPU but the OS block."""
     if world.backend == "twin":
         return world.processors
     blocks = torch.cuda.get_device_properties().multi_processor_count

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the GPUs of all ranks meet, so that what their streams hold next begins on all together.
 
-They meet in their streams: hosts that wait for each other see at different times that all are
-there, and launch what follows as far apart. It knows nothing of what begins, or of who times it.
+GPUs meet in their streams: hosts that wait for each other see at different times that all are
+there, and launch what follows as far apart. This file must not depend on what begins or on what
+times it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ class StreamMeeting:
     """A place where the current streams of a group's ranks meet as often as is wanted.
 
     Args:
-        group: of NCCL, all ranks; None where there is nobody to meet.
+        group: of NCCL, all ranks; None where there is no other rank.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:

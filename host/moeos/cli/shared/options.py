@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that several commands have: which world they make, what its ranks share out, and how.
-
-And how a layer's errors about these arguments read where they are options.
+"""Options that several commands have: which world they make, and how its ranks divide the work. A
+layer's errors about these arguments are reworded for options.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ _SPOKEN = (
     (re.compile(r"(?<!-)\b(tensor_ranks)()\b"), "--{}{}"),
     (re.compile(rf"()'({_VALUES})'"), "{}{}"),
 )
-"""What a layer says of its arguments, by a name and what follows, and the same of options."""
+"""How a layer's errors name its arguments, by a name and what follows, and the options for them."""
 
 
 def spoken(sentence: str) -> str:

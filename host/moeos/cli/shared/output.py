@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 STDOUT = Path("-")
-"""What stands for stdout where a file for JSON is named."""
+"""The name that stands for stdout in place of a file for JSON."""
 JSON_HELP = "Writes {} to this file; - is stdout, which then has nothing else."
-"""Of the option --json."""
+"""The help of the option --json."""
 
 _LABEL_WIDTH = 28
 _COLUMN_WIDTH = 13
@@ -83,7 +83,7 @@ def tell(what: str) -> None:
 
 
 class _Silence(io.TextIOBase):
-    """A stdout that drops what is printed; `behind` is the one in whose place it stands."""
+    """A stdout that drops what is printed; `behind` is the stream that it replaces."""
 
     def __init__(self, behind: TextIO) -> None:
         self.behind = behind

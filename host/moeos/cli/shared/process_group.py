@@ -15,7 +15,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 import moeos
 
 PATIENCE = timedelta(seconds=120)
-"""After which a collective fails."""
+"""The time after which a collective fails."""
 
 
 @contextlib.contextmanager

@@ -28,8 +28,8 @@ def commit(folder: Path = Path(__file__).parent) -> dict[str, Any] | None:
 
 
 def command(module: str) -> str:
-    """The command line of this process, which runs a module; files in full are told by their names,
-    also behind a "=", since where they lie is this machine's affair.
+    """The command line of this process, which runs a module; absolute paths, also after a "=",
+    become file names, since folders depend on the machine.
     """
     return shlex.join(["python", "-m", module, *map(_without_folders, sys.argv[1:])])
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Synthetic routing: the patterns of `--routing`, as experts and weights given by the caller.
 
-It draws ids and weights and knows nothing of tokens' contents or of layers.
+This file must not depend on tokens' contents or on layers.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def parse_pattern(text: str) -> Pattern:
 
 
 def check_pattern(pattern: Pattern, cfg: MoEConfig, ranks: int) -> None:
-    """Raises `ValueError` if a layer of this config on so many ranks cannot be routed so."""
+    """Raises `ValueError` if a layer of this config on `ranks` ranks cannot be routed so."""
     if pattern.kind != "empty-rank":
         return
     if pattern.rank >= ranks:
@@ -84,7 +84,7 @@ def draw_routing(
     pattern: Pattern, cfg: MoEConfig, ranks: int, tokens: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor] | None:
     """Experts int64 and weights float32, both [S, `cfg.slots`], of `tokens` tokens; None: the layer
-    routes. Slots behind the k-th are unused.
+    routes. Slots after the k-th are unused.
 
     Distinct experts with given odds are the k largest of log-odds plus Gumbel noise (Kool et al.,
     2019, arXiv:1903.06059, section 2.3). Weights are positive and sum to 1 in each row.

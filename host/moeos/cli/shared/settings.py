@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table [run] of a config: what a command does where its options do not say otherwise.
 
-`MoEConfig.from_toml` reads the rest of the file. Of a layer this file knows only how many tokens a
-call of it takes.
+`MoEConfig.from_toml` reads the rest of the file. This file knows only one number of a layer: the
+tokens that a call takes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def read_settings(path: Path) -> RunSettings:
 
 
 def check_tokens(tokens: int, cfg: MoEConfig, advice: str = "") -> None:
-    """Raises `ValueError`, with the advice, if a rank cannot pass so many in a call."""
+    """Raises `ValueError`, with the advice, if a rank cannot pass this many in a call."""
     if not 0 <= tokens <= cfg.max_tokens:
         raise ValueError(
             f"tokens is {tokens}; allowed: 0 to max_tokens, {cfg.max_tokens}, of this rank{advice}"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The traces of all ranks of a call as one table of parts, on one clock.
 
-It knows the meaning of an event's fields, and nothing of what caused what.
+This file must not depend on what caused what.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from moeos.world.tracing import KINDS, OS_ACTORS, TASK_KINDS, RankTrace
 
 NONE = -1
-"""As a peer, an expert, a place or a moment: there is none."""
+"""Stands for no peer, no expert, no place or no moment."""
 
 ROUTE, DISPATCH, REPLICATE, PRODUCT0, PRODUCT1, COMBINE = map(
     TASK_KINDS.index, ("route", "dispatch", "replicate", "product0", "product1", "combine")
@@ -24,12 +24,12 @@ RETURNS = KINDS.index("returns")
 STAGES = (ROUTE, DISPATCH, REPLICATE, PRODUCT0, PRODUCT1, COMBINE)
 """Kinds of tasks in the order in which a row meets them."""
 COURIERS = (DISPATCH, REPLICATE)
-"""Kinds of tasks that couriers do, on a GPU beside a processor's others."""
+"""Kinds of tasks that couriers do, on a GPU at the same time as a processor's other tasks."""
 
 MOMENTS = ("claimed", "loading", "computing", "computed", "stored", "visible")
-"""Of a part, in order; only the first and the last are always there."""
+"""The moments of a part, in order; only the first and the last are always there."""
 PHASES = ("fetching", "loading", "computing", "storing", "publishing")
-"""What a part was at before each moment but the first, since the moment before that it has."""
+"""What a part did before each moment but the first, since the latest earlier moment that it has."""
 
 PART = numpy.dtype(
     [
@@ -103,7 +103,7 @@ class CallTrace:
 
     @property
     def processors(self) -> int:
-        """Of all ranks together."""
+        """The processors of all ranks together."""
         return sum(trace.processors for trace in self.ranks)
 
     @property
@@ -118,13 +118,15 @@ class CallTrace:
         return own[local] if own else rank * places + local
 
     def of_shared(self, rank: int, expert: int) -> bool:
-        """Whether a part's expert is that of all shared experts, behind those of the rank."""
+        """Whether a part's expert is the one for all shared experts, which follows those of the
+        rank.
+        """
         experts: int = self.ranks[rank].received.shape[1]
         return expert == experts
 
     def chunk_experts(self, source: int, owner: int, first: int, chunks: int) -> tuple[int, int]:
-        """The first and the last expert of their owner, by their numbers among those of all ranks,
-        of whose rows so many chunks of a source for it consist; (NONE, NONE) if they have no row.
+        """The first and the last expert of `owner`, numbered among those of all ranks, that have
+        rows in `chunks` chunks of a source from `first` on; (NONE, NONE) if these have no row.
         """
         trace = self.ranks[owner]
         ends = trace.received[source].cumsum()
@@ -167,7 +169,7 @@ def actor_name(trace: RankTrace, actor: int) -> str:
 
 
 def kind_name(kind: int) -> str:
-    """Of a part or a step."""
+    """The name of the kind of a part or a step."""
     return KINDS[kind]
 
 

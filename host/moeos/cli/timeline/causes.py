@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each part waited for, as far as the events and the counts of rows determine it.
 
-It knows how a call's work follows from other work (docs/tracing.md has the rules in words), and
-nothing of files or pictures.
+This file knows how a call's work follows from other work (docs/tracing.md has the rules in words);
+it must not depend on files or pictures.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from moeos.world.tracing import TASK_KINDS
 
 @dataclasses.dataclass(frozen=True)
 class Causes:
-    """Of each part of a call, in the order of `CallTrace.parts`.
+    """The cause of each part of a call, in the order of `CallTrace.parts`.
 
     Attributes:
-        part: int64 [n] the number of the part that was the last of those it waited for, or NONE.
-        certain: bool [n] whether it could not begin before that one's results were in memory.
-            Otherwise that one is likely, and nothing says so.
+        part: int64 [n] the number of the last part that it waited for, or NONE.
+        certain: bool [n] whether it could not begin before the cause's results were in memory.
+            Otherwise the cause is likely, but no event proves it.
     """
 
     part: Numbers
@@ -50,7 +50,7 @@ class Causes:
 
 
 def find(call: CallTrace) -> Causes:
-    """The causes of all parts; of none, if events are missing: it could be any of those.
+    """The causes of all parts; of none if events are missing, since any missing event could be one.
 
     * Dispatch, and Combine of tokens without rows: the last Route part of its rank. So is Product0
       of a call whose tokens are read in place, which has no Dispatch: it may begin when experts
@@ -60,9 +60,9 @@ def find(call: CallTrace) -> Causes:
     * Product0 of a tile: the part of the chunk with which as many rows of its expert were here as
       its tiles, up to this one, hold. A chunk is here when it has arrived; one that is
       replicated, when it and those before it have been.
-      Of a tile whose processors waited for its rows themselves, in a call that is planned up front:
-      the last of these chunks that was here when they had them. Its rows may be in others, so it
-      is not certain.
+      If the tile's processors waited for its rows themselves, in a call that is planned up front:
+      the last of these chunks that was here when they had the rows. The tile's rows may be in
+      others, so this cause is not certain.
     * Product1 of a tile: the last part of the tile's Product0.
     * Combine of complete tokens: the last Product1 part, of a tile that may hold rows of the rank,
       that was visible before the step began in which the returns subscriber, it seems, posted the
@@ -81,8 +81,7 @@ def find(call: CallTrace) -> Causes:
 def lead(call: CallTrace, causes: Causes) -> dict[tuple[int, int], int]:
     """By how many ns, at least, one rank's clock is behind another's: (ahead, behind) -> ns.
 
-    A part that was claimed before what it certainly waited for was stored, by the clocks of the
-    two, shows that these differ.
+    Clocks differ where a part was claimed before its certain cause was stored.
     """
     found: dict[tuple[int, int], int] = {}
     parts, since = call.parts, causes.since(call.parts)
@@ -95,7 +94,7 @@ def lead(call: CallTrace, causes: Causes) -> dict[tuple[int, int], int]:
 
 
 _NOTED_SUBSCRIBER = 0
-"""Of the returns subscribers, the one whose steps a trace has."""
+"""The returns subscriber whose steps a trace has."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,8 +164,8 @@ class _Finder:
     def _after_arrival(
         self, source: int, rank: int, by_rank: dict[tuple[int, int], list[int]]
     ) -> list[int]:
-        """Of a rank's Replicate parts of a source's chunks. Returns for each of these chunks the
-        part with which its rows were here.
+        """Finds the causes of a rank's Replicate parts of a source's chunks. Returns for each of
+        these chunks the part with which its rows were here.
         """
         column = self._column
         arrived = self._in_order(
@@ -185,7 +184,9 @@ class _Finder:
         return here
 
     def _in_order(self, parts: Sequence[int]) -> list[int]:
-        """For each chunk of these parts the one with which it and those before it were done."""
+        """The part, for each chunk of these parts, with which this chunk and all before it were
+        done.
+        """
         column = self._column
         by_chunk = {
             chunk: i
@@ -237,7 +238,7 @@ class _Finder:
         unsent = self._last_stored([i for i in combines if column["place"][i] == NONE])
         first_stored = min(returned, key=column["stored"].__getitem__)
         visible = [column["visible"][i] for i in returned]
-        # Of tokens that sent no row, `part` is a block of Route, which may be as large as a sum's.
+        # For tokens that sent no row, `part` is a block of Route, which may be as large as a sum's.
         complete = [
             i
             for i in combines

@@ -3,8 +3,8 @@
 
 The format: "Trace Event Format", the JSON object form. A process is a rank; its threads are its
 processors and the actors of its OS block. A processor may claim a part before it has ended the one
-before: parts that overlap go to further threads beside its first one, as slices of a thread must
-nest. It knows nothing of files.
+before: parts that overlap go to further threads next to its first one, as slices of a thread must
+nest. This file must not depend on files.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ def _us(ns: float) -> float:
 
 
 def _lanes(parts: Parts) -> Numbers:
-    """For each part the first of its processor's threads that is free when it is claimed."""
+    """The lane of each part: the first of its processor's threads that is free when the part is
+    claimed.
+    """
     lanes = numpy.zeros(len(parts), numpy.int64)
     free: dict[tuple[int, int], list[int]] = {}
     for index, part in enumerate(parts):
@@ -127,7 +129,7 @@ def _parts(call: CallTrace, lanes: Numbers) -> Iterator[Event]:
 
 
 def arguments(call: CallTrace, part: Any) -> dict[str, int]:
-    """What a part is of, by name; experts and chunks as they are numbered among all of a rank's."""
+    """The fields of a part, by name; experts and chunks are numbered among all of a rank's."""
     rank, kind = int(part["rank"]), int(part["kind"])
     place, rows, carried, number = (
         int(part[name]) for name in ("place", "rows", "carried", "part")
@@ -163,8 +165,8 @@ def _slice(name: str, category: str, begin: int, end: int, more: Event) -> Event
 
 
 def _flows(call: CallTrace, causes: Causes, lanes: Numbers) -> Iterator[Event]:
-    """An arrow from each certain cause to the first part of each task that waited for it; of
-    Dispatch, whose parts do not say which task they are of, to each part.
+    """An arrow from each certain cause to the first part of each task that waited for it; for
+    Dispatch, whose parts do not name their task, to each part.
     """
     parts = call.parts
     drawn: set[tuple[int, ...]] = set()
@@ -189,7 +191,9 @@ def _place(parts: Parts, lanes: Numbers, index: int) -> Event:
 
 
 def _counters(call: CallTrace, causes: Causes) -> Iterator[Event]:
-    """Parts in flight by kind; and parts whose certain cause was stored and that nobody claimed."""
+    """Parts in flight by kind; and parts whose certain cause was stored and that no processor
+    claimed.
+    """
     parts = call.parts
     known = causes.certain & (causes.part != NONE)
     ready = numpy.minimum(causes.since(parts), parts["claimed"])
@@ -207,8 +211,8 @@ def _counters(call: CallTrace, causes: Causes) -> Iterator[Event]:
 
 
 def _bytes_in_flight(call: CallTrace, config: Mapping[str, Any] | None) -> Iterator[Event]:
-    """Bytes of rows that each rank's Dispatch is sending to other ranks; of a layer whose config is
-    known. An event does not say whose rows a tile of Product1 returns.
+    """Bytes of rows that each rank's Dispatch is sending to other ranks; for a layer whose config
+    is known. An event does not say whose rows a tile of Product1 returns.
     """
     if config is None:
         return
@@ -233,8 +237,8 @@ def _counter(
     unit: str = "parts",
     counts: Numbers | None = None,
 ) -> Iterator[Event]:
-    """How much there is at each moment, of what is there from begins to ends [n]; each is one, or
-    as much as `counts` [n] says.
+    """The amount that is present at each moment, where items last from begins to ends [n]; each
+    counts as one, or as `counts` [n].
     """
     each = numpy.ones(len(begins), numpy.int64) if counts is None else counts
     changes = numpy.concatenate([each, -each])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A call's traces in a file: numpy's .npz with the events as they were noted, and what ran as JSON.
 
-It knows the file's layout, and of what events mean only what tells that a file cannot be right.
+This file knows the layout, and only as much of the meaning of events as shows that a file is wrong.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def save(file: Path, ranks: Sequence[RankTrace], about: Mapping[str, Any]) -> No
 
 
 def load(file: Path) -> tuple[list[RankTrace], dict[str, Any]]:
-    """The traces in rank order, and what `save` was told about them.
+    """The traces in rank order, and what `save` was given about them.
 
     Raises `OSError` if the file cannot be read, and `ValueError` if it is not of `save`.
     """
@@ -97,7 +97,7 @@ def _rank(arrays: Any, rank: int, size: int) -> RankTrace:
         or chunk_rows < 1
     ):
         raise ValueError(f"the rows that rank {rank} received are not those of {size} ranks")
-    # Who wrote before there were placements had none.
+    # Files from before there were placements have none.
     experts = arrays[f"experts_{rank}"] if f"experts_{rank}" in arrays else numpy.zeros(0, int)
     if experts.ndim != 1 or experts.dtype.kind not in "iu" or len(experts) > received.shape[1]:
         raise ValueError(f"the experts of rank {rank} are not as many as it received rows for")
@@ -117,14 +117,14 @@ def _rank(arrays: Any, rank: int, size: int) -> RankTrace:
         (parts["kind"] >= len(TASK_KINDS)).any()
         or (steps["kind"] < len(TASK_KINDS)).any()
         or (steps["kind"] >= len(KINDS)).any()
-        or (products["expert"] > received.shape[1]).any()  # the one behind: the shared experts
+        or (products["expert"] > received.shape[1]).any()  # the one after them: the shared experts
         or (others["peer"] >= size).any()
     ):
         raise ValueError(f"an event of rank {rank} names what the world does not have")
     dispatches, copies = (
         parts[parts["kind"] == TASK_KINDS.index(kind)] for kind in ("dispatch", "replicate")
     )
-    # Of a chunk's parts, that one has its rows which is complete last.
+    # A chunk's rows are noted in the part that is complete last.
     announced = not len(dispatches) or bool(dispatches["rows"].any()) or any(trace.dropped)
     if len(others) != len(dispatches) + len(copies) or not announced:
         raise ValueError(f"an event of rank {rank} is of an older runtime")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A call as a picture: time to the right, a line for each processor, tasks by colour, idle white.
 
-A picture carries the digest of what it shows, so that it can be seen, without drawing it again,
-whether it is of a trace that lies beside it. Drawing needs matplotlib.
+A picture carries the digest of what it shows, so that it can be compared with a trace without being
+drawn again. Drawing needs matplotlib.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Mark:
     Attributes:
         rank: in whose lines.
         at: ns of the call's clock.
-        text: beside it.
+        text: next to it.
     """
 
     rank: int
@@ -62,10 +62,10 @@ class Mark:
 
 @dataclasses.dataclass(frozen=True)
 class OtherCall:
-    """The same call of another layer, drawn as one bar a rank below the others.
+    """This call of another layer, drawn as one bar for each rank below the others.
 
     Attributes:
-        name: of that layer.
+        name: the other layer's.
         begins: of each rank, ns from the step's begin to its call.
         ends: of each rank, ns from the step's begin to its call's end.
     """
@@ -76,7 +76,7 @@ class OtherCall:
 
 
 def digest(call: CallTrace) -> str:
-    """Of what a picture of this call shows."""
+    """A hash of what a picture of this call shows."""
     shown = call.parts[["rank", "processor", "kind", "work_begin", "work_end"]]
     columns = [numpy.ascontiguousarray(shown[name]) for name in shown.dtype.names or ()]
     return hashlib.sha256(b"".join(column.tobytes() for column in columns)).hexdigest()
@@ -91,8 +91,8 @@ def draw(
 ) -> None:
     """Draws the call into a PNG file.
 
-    On the GPU couriers run beside a processor's other tasks, and are drawn behind these. Times are
-    in us, and in ms where the picture is a millisecond long or longer.
+    On the GPU couriers run at the same time as a processor's other tasks, and are drawn behind
+    these. Times are in us, and in ms where the picture is a millisecond long or longer.
 
     Raises `RuntimeError` if matplotlib is missing, and `OSError` if the file cannot be written.
     """

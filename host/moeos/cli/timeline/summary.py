@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a call's parts add up to, and the chain of parts that its end waited for.
 
-It knows numbers and parts, and nothing of how they are written down.
+This file must not depend on how results are written.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Interval:
     Attributes:
         working: by kind of task, at work.
         storing: by kind of task, between a part's work and its results in memory.
-        rest: neither, in any task but the couriers', which a GPU's processors do beside others.
+        rest: neither, in any task but the couriers', which a GPU's processors do at the same time
+            as others.
     """
 
     begin: int
@@ -108,7 +109,7 @@ class ChainLink:
 
 
 def stages_of(call: CallTrace, causes: Causes) -> list[Stage]:
-    """Of each kind of task, in the order in which a row meets them."""
+    """A stage for each kind of task, in the order in which a row meets them."""
     found = []
     since = causes.since(call.parts)
     for kind in STAGES:
@@ -132,13 +133,13 @@ def stages_of(call: CallTrace, causes: Causes) -> list[Stage]:
 
 
 def intervals_of(call: CallTrace, count: int) -> list[Interval]:
-    """Of the call in so many stretches of equal length, in order; none of a call without length."""
+    """The call in `count` intervals of equal length, in order; none for a call without length."""
     bounds = numpy.linspace(0, call.length, count + 1, dtype=numpy.int64).tolist()
     return [_interval(call, begin, end) for begin, end in itertools.pairwise(bounds) if begin < end]
 
 
 def ranks_of(call: CallTrace) -> list[RankSummary]:
-    """Of each rank."""
+    """A summary of each rank."""
     found = []
     for trace in call.ranks:
         parts = call.parts[call.parts["rank"] == trace.rank]
@@ -198,7 +199,7 @@ def _interval(call: CallTrace, begin: int, end: int) -> Interval:
 
 
 def _within(begins: Numbers, ends: Numbers, begin: int, end: int) -> int:
-    """ns of so many stretches [n] that lie between two moments."""
+    """ns of each of these intervals [n] that lie between two moments."""
     return int((ends.clip(begin, end) - begins.clip(begin, end)).sum())
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call's GEMMs asked of the experts' weights, and what of it a cache would have read.
+"""The experts' weights that a call's GEMMs asked for, and the part that a cache would have read.
 
 Parts of tiles of one expert share its weights as long as a cache holds them; a trace knows in what
-order they were asked for. It knows an expert's bytes, and nothing of what a weight is.
+order they were asked for. This file must not depend on the weights' contents.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import numpy
 from moeos.cli.timeline.call import PRODUCT0, PRODUCT1, CallTrace, Parts, kind_name
 
 Block = tuple[int, int, int]
-"""Of weights: the kind of GEMM, the expert, and which share of its columns."""
+"""A block of weights: the kind of GEMM, the expert, and which share of its columns."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """Of one kind of GEMM, all ranks together, in bytes.
+    """The weights that one kind of GEMM loads, all ranks together, in bytes.
 
     Attributes:
         once: the weights of every expert that has a row.
-        asked: those of every part.
-        read: of these, what a cache of the given size does not hold any more.
+        asked: the weights of every part.
+        read: those of them that a cache of the given size no longer holds.
     """
 
     once: int
@@ -35,12 +35,11 @@ class Weights:
 
 
 def replay(call: CallTrace, expert_bytes: Mapping[int, int], cache: int) -> dict[str, Weights]:
-    """Of Product0 and of Product1: replays each rank's parts in the order of their first operands
-    through a cache that drops what was used longest ago, and that holds weights alone. Of routed
-    experts: what shared ones ask for is left out.
+    """The weights of Product0 and Product1: replays each rank's parts, in the order of their first
+    operands, through an LRU cache that holds only weights. Shared experts are left out.
 
     Args:
-        expert_bytes: of an expert's weights, by kind, `PRODUCT0` and `PRODUCT1`.
+        expert_bytes: bytes of an expert's weights, by kind, `PRODUCT0` and `PRODUCT1`.
         cache: its bytes.
     """
     once: Counter[int] = Counter()
@@ -93,6 +92,6 @@ def _cuts(parts: Parts) -> dict[int, int]:
 
 
 def _shares(part: int, parts: int, finest: int) -> range:
-    """Which of `finest` shares of an expert's columns a part of so many computes."""
+    """Which of `finest` shares of an expert's columns part number `part` of `parts` computes."""
     first = part * finest // parts
     return range(first, max((part + 1) * finest // parts, first + 1))
