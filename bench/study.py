@@ -40,7 +40,7 @@ PATIENCE = 900.0
 """Seconds in which the ranks meet, where the compiler's time counts."""
 
 Out = Annotated[Path, typer.Option(help="Where the results go, as JSON; continued if it is there.")]
-Seed = Annotated[int, typer.Option(help="Of weights, tokens and routing.")]
+Seed = Annotated[int, typer.Option(help="Seed of weights, tokens and routing.")]
 SuiteFile = Annotated[Path, typer.Argument(help="The suite's TOML file.")]
 
 Case = dict[str, Any]

@@ -37,13 +37,13 @@ class Options:
 
     out: Out
     tokens: Annotated[
-        str, typer.Option(help="Of each rank, with --scaling-experts; commas between.")
+        str, typer.Option(help="Tokens of each rank, with --scaling-experts; separated by commas.")
     ] = ",".join(map(str, thesis.TOKENS))
     scaling_experts: Annotated[int, typer.Option(help="Experts of the token scaling.")] = (
         thesis.TOKEN_SCALING_EXPERTS
     )
     experts: Annotated[
-        str, typer.Option(help="Of all ranks, with --scaling-tokens; commas between.")
+        str, typer.Option(help="Tokens of all ranks, with --scaling-tokens; separated by commas.")
     ] = ",".join(map(str, thesis.EXPERTS))
     scaling_tokens: Annotated[
         int, typer.Option(help="Tokens of each rank in the expert scaling.")

@@ -55,7 +55,7 @@ class Options:
     steps: Annotated[int, typer.Option(help="Measured steps of each scenario.")] = 50
     warm_up: Annotated[int, typer.Option(help="Steps before them.")] = 5
     tokens: Annotated[
-        int | None, typer.Option(help="Of each rank and step; else as the config says.")
+        int | None, typer.Option(help="Tokens of each rank and step; default: as the config says.")
     ] = None
     backend: Backend = "auto"
     nodes: Annotated[

@@ -53,7 +53,7 @@ def main(
     suite: SuiteFile,
     out: Out,
     names: Annotated[
-        str, typer.Option(help="Of layers and lists, with commas between; without it all.")
+        str, typer.Option(help="Names of layers and lists, separated by commas; default: all.")
     ] = "",
     backend: Backend = "auto",
     seed: Seed = 0,

@@ -142,7 +142,9 @@ def make(one: Study, name: str) -> options.Measure:
 
 def main(
     out: Out,
-    names: Annotated[str, typer.Option(help="Of layers, commas between; without it all.")] = "",
+    names: Annotated[
+        str, typer.Option(help="Names of layers, separated by commas; default: all.")
+    ] = "",
 ) -> None:
     """Times calls with weights in callers' layouts, on one GPU."""
 

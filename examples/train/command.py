@@ -88,7 +88,8 @@ def train(
         int | None, typer.Option(help="In all, also of a resumed run; else as the config says.")
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Of weights and of sequences; else 0, or a saved run's.")
+        int | None,
+        typer.Option(help="Seed of weights and sequences; default: 0, or a saved run's."),
     ] = None,
     save: Annotated[
         Path | None, typer.Option(help="Folder into which the run is written after its last step.")

@@ -85,7 +85,10 @@ if not TYPE_CHECKING:  # or a name that is misspelt would have a type
             return importlib.import_module("importlib.metadata").version("moeos")
         if name not in _MODULES and name not in _NAMES:
             raise AttributeError(f"module 'moeos' has no attribute {name!r}")
-        if name in ("checkpoints", "training"):  # rooms, which others import amid an import
+        if name in (
+            "checkpoints",
+            "training",
+        ):  # rooms, which other rooms import while they are imported
             return importlib.import_module(_MODULES[name])
         found = {one: importlib.import_module(module) for one, module in _MODULES.items()}
         for one, module in _NAMES.items():

@@ -29,8 +29,8 @@ u8* staged_row(const Rank<P>& rank, u32 peer, u32 row) {
 template <Platform P>
 u8* outgoing_row(const Rank<P>& rank, u32 peer, u32 row) {
   u8* direct = rank.platform.peer(peer);
-  // Looked at even where there are no remote peers: otherwise the GPU's compiler hoists so many of
-  // these addresses out of its loops that registers spill.
+  // This is tested even without remote peers: otherwise the GPU's compiler hoists too many of these
+  // addresses out of its loops, and registers spill.
   if (direct != nullptr) {
     return direct + rank.layout.write_row(
                         rank.rank, peer,

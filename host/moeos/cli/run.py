@@ -129,11 +129,13 @@ def run(
         typer.Option(help="Safetensors file, *.index.json or folder with a Hugging Face model."),
     ] = None,
     prefix: Annotated[
-        str, typer.Option(help="Of the block's names in it, like model.layers.0.mlp.")
+        str, typer.Option(help="Prefix of the block's names in it, like model.layers.0.mlp.")
     ] = "",
     ignore: Annotated[
         list[str] | None,
-        typer.Option(help="Of names below it that are not used, like shared_experts.; repeatable."),
+        typer.Option(
+            help="Prefix of names below it that are not used, like shared_experts.; repeatable."
+        ),
     ] = None,
     input_file: Annotated[
         Path | None,
@@ -157,7 +159,7 @@ def run(
     deadline: Deadline = 30.0,
     backend: Backend = "auto",
     ranks: VirtualRanks = None,
-    seed: Annotated[int, typer.Option(help="Of weights, random tokens and token counts.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of weights, random tokens and token counts.")] = 0,
     json_file: Annotated[
         Path | None,
         typer.Option("--json", help=output.JSON_HELP.format("configuration, machine and results")),

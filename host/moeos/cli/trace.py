@@ -102,10 +102,10 @@ def trace(
     ] = None,
     summary: Annotated[bool, typer.Option(help="Prints the summary.")] = True,
     tokens: Annotated[
-        int | None, typer.Option(help="Of each rank; else as the config says.")
+        int | None, typer.Option(help="Tokens of each rank; default: as the config says.")
     ] = None,
     experts: Annotated[
-        int | None, typer.Option(help="Of all ranks together; else as the config says.")
+        int | None, typer.Option(help="Tokens of all ranks together; default: as the config says.")
     ] = None,
     ranks: VirtualRanks = None,
     parallel: ParallelOption = "expert",
@@ -125,7 +125,7 @@ def trace(
         ),
     ] = False,
     routing: Annotated[str, typer.Option(help=f"A pattern: {PATTERNS}.")] = "uniform",
-    seed: Annotated[int, typer.Option(help="Of weights and tokens.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of weights and tokens.")] = 0,
     events: Annotated[int, typer.Option(help="Room for events of each actor.")] = 4096,
     deadline: Deadline = 30.0,
 ) -> None:

@@ -48,7 +48,7 @@ _SUMS = (
 _LAST = (
     _Metric("waiting_parts", "waiting_most", "Most parts that were ready in the last call."),
     _Metric("first_tile_seconds", "first_tile_after", "The last call's begin to its first tile."),
-    _Metric("busy_share", "busy_share", "Of the processors' time in the last call."),
+    _Metric("busy_share", "busy_share", "Share of the processors' time in the last call."),
 )
 
 

@@ -26,7 +26,7 @@ TensorRanks = Annotated[
     int | None,
     typer.Option(
         "--tensor-ranks",
-        help="Of the ranks, those with slices of the same experts, which divides them; else all.",
+        help="Number of ranks with slices of the same experts; it divides the ranks; default: all.",
     ),
 ]
 LayoutOption = Annotated[
