@@ -126,8 +126,8 @@ struct Bounds : Dimensions {
            maximum(product1_parts, product1_narrow_parts);
   }
   /// The most tiles that one expert's merged remainders fill. Each source's remainder is below a
-  /// tile, so padded they fill `world` tiles; a tile closes early at so many segments; one is left
-  /// over.
+  /// tile, so padded they fill `world` tiles; a tile closes early when it has
+  /// max_segments_of(false) segments; one tile is left over.
   constexpr u32 remainder_tiles() const {
     return world + ceil_div(world, max_segments_of(false)) + 1;
   }

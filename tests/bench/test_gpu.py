@@ -57,7 +57,7 @@ def test_codes_are_read_as_they_are_stored_and_multiplied_at_twice_the_rate() ->
     assert found["F"] == pytest.approx(plain["F"] / 2)  # type: ignore[operator]
     scales = 4 * (2 * 64 + 128)
     assert found["W"] == pytest.approx(4 * (3 * 128 * 64 + scales) / 1e8)
-    # Of rank 1: a row there is 128 codes and a scale, padded, and a result 128 numbers of 2 bytes.
+    # Rank 1's rows have 128 codes and a scale, padded; its results have 128 numbers of 2 bytes.
     assert found["N"] == pytest.approx((5 * 144 + 11 * 256) / 1e7)
     wide = dataclasses.replace(coded, hidden=256)
     returned = dataclasses.replace(wide, result_format="fp8_group128")

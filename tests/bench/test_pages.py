@@ -30,7 +30,7 @@ def page_of(file: Path) -> Path:
 
 
 def digests(found: dict[str, Any]) -> dict[str, str]:
-    """Of the plots of results, by their files."""
+    """The digests of the plots of some results, by the plots' files."""
     if report.of_gpus(found):
         return {
             f"{plots.FOLDER}/{plots.shape_file(found, shape)}": plots.shape_digest(found, shape)

@@ -23,7 +23,7 @@ COMMIT = {"id": "a" * 40, "changed_files": ["README.md"]}
 
 @pytest.fixture(autouse=True)
 def _commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all runs here, whatever becomes of the tree meanwhile."""
+    """Gives all runs one commit, so that a change of the tree does not part them."""
     monkeypatch.setattr(study, "commit", lambda: COMMIT)
 
 

@@ -33,7 +33,7 @@ from tests.layers import config
 STREAM = 7
 TOKENS = 8
 LAYERS = 48
-"""Of a model whose layers share one `Experts`."""
+"""The layers of a model, which share one `Experts`."""
 CFG = config(dtype=torch.bfloat16, hidden=256, intermediate=128, max_tokens=TOKENS)
 MOST_FUNCTIONS = 42
 """Of Python that a call may enter, in any of its ways."""

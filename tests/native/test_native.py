@@ -35,8 +35,7 @@ COMPILER = shutil.which("g++")
 
 
 def source_of(name: str) -> Path:
-    """Of one of these programs, which lies in the folder of the room that it tests, if it tests
-    one."""
+    """The source of a program; of a program that tests a room, it lies in that room's folder."""
     [found] = (ROOT / TESTS).rglob(name)
     return found.relative_to(ROOT)
 

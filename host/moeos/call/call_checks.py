@@ -442,7 +442,7 @@ def check_apart(
     where out has not all of its memory.
     """
     tensor_memory.require_memory("out", out)
-    name = tensor_memory.sharer(out, zip(_READ, (x, *routing, *own), strict=False))
+    name = tensor_memory.sharer(out, zip(_READ, (x, *routing, *own), strict=True))
     if name is not None:
         raise ValueError(
             f"out shares memory with {name}, which a call reads while it writes out: pass another "

@@ -38,7 +38,6 @@ _EXPONENTS = getattr(torch, "float8_e8m0fnu", torch.uint8)  # PyTorch has it sin
 _PAIRS = getattr(torch, "float4_e2m1fn_x2", torch.uint8)  # and this since 2.8
 _WORD_BITS, _INT4_BITS = 32, 4
 Parts = Mapping[str, Tensor]
-Instead = WeightFormat | tuple[()] | None
 
 
 class Unfit(Exception):

@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-_NARROW = (torch.float8_e4m3fn, torch.float8_e5m2)
-"""Floating dtypes that count no tokens."""
-
-
 def tokens_per_expert(topk_ids: Tensor, num_experts: int, mask: Tensor | None = None) -> Tensor:
     """How many tokens chose each expert: int64 [E], on the device of `topk_ids`.
 
@@ -261,7 +257,8 @@ def get_updated_expert_bias(
     """
     _require("expert_bias", expert_bias, tuple(tokens_per_expert.shape))
     kind = tokens_per_expert.dtype
-    if kind in (torch.bool, *_NARROW) or kind.is_complex:
+    eight_bits = kind.is_floating_point and kind.itemsize == 1
+    if kind == torch.bool or eight_bits or kind.is_complex:
         raise TypeError(
             f"tokens_per_expert has dtype {kind}; it must be an integer or a floating point one "
             "that counts: pass what moeos.training.tokens_per_expert returns"
@@ -274,9 +271,8 @@ def get_updated_expert_bias(
     with torch.no_grad():
         # Sums of all experts and ranks need not fit into the dtype of one expert's count.
         wide = torch.float64 if kind.is_floating_point else torch.int64
-        counts = tokens_per_expert.to(wide)
+        counts = tokens_per_expert.to(wide, copy=group is not None)
         if group is not None:
-            counts = counts.clone()
             dist.all_reduce(counts, group=membership(group).group)
         # Whole numbers: a mean would be rounded.
         missing = counts.sum(dim=-1, keepdim=True) - counts * counts.shape[-1]

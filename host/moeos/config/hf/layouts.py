@@ -9,7 +9,7 @@ A row says names, which way matrices lie and in which order their rows are. It i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 SELECTION_BIASES = (
     "gate.e_score_correction_bias",
@@ -269,8 +269,3 @@ SHARED: tuple[SharedLayout, ...] = (
     *(SHARED_FUSED, SHARED_NO_GATE, SHARED_BESIDE),
 )
 """All layouts of shared experts; the first that lacks the fewest names is taken."""
-
-
-def matrix_names(layouts: tuple[Layout, ...] = LAYOUTS) -> Iterator[str]:
-    """The names of all experts' matrices, unquantised, each once."""
-    return iter(dict.fromkeys(name for layout in layouts for name in layout.matrices))
