@@ -108,15 +108,13 @@ def sharer(written: Tensor, others: Iterable[tuple[str, Tensor | None]]) -> str 
     if written.numel() == 0:
         return None
     first = written.data_ptr()
-    end = first + extent(written)
+    end = first + (written.nbytes if written.is_contiguous() else extent(written))
     for name, other in others:
-        if (
-            other is not None
-            and other.numel() > 0
-            and other.data_ptr() < end
-            and first < other.data_ptr() + extent(other)
-        ):
-            return name
+        if other is not None and other.numel() > 0 and (begin := other.data_ptr()) < end:
+            # A call checks its tensors here: those that are contiguous enter no function.
+            size = other.nbytes if other.is_contiguous() else extent(other)
+            if first < begin + size:
+                return name
     return None
 
 
